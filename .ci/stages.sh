@@ -8,16 +8,19 @@ started=$SECONDS
 passed=() failed=()
 say() { printf '\n=== [%4ds] %s\n' "$((SECONDS - started))" "$*"; }
 
-# stage TITLE COMMAND...: the command runs in a subshell with `set -e`
+# stage TITLE COMMAND...: the command runs in a subshell with `set -e`; ONLY=words skips stages without these words in their title
+record() { :; } # TITLE RESULT SECONDS, called after each stage
 stage() {
-    local title=$1 code=0
+    local title=$1 code=0 began=$SECONDS
     shift
+    [[ $title == *"${ONLY:-}"* ]] || return 0
     say "$title"
     set +e
     (set -e; "$@")
     code=$?
     set -e
     if ((code)); then failed+=("$title"); say "FAILED ($code): $title"; else passed+=("$title"); fi
+    record "$title" "$( ((code)) && echo failed || echo passed)" "$((SECONDS - began))"
 }
 
 work=$(mktemp -d "${TMPDIR:-/tmp}/mca-ci.XXXXXX")
@@ -84,30 +87,37 @@ clients() {
     uv run --quiet --no-default-groups --group clients pytest -n 0 integration_tests/cli/test_clients.py
 }
 
-# verl's trainer on its own engine and on mca's, in an environment of its own: it needs an older transformers.
-verl() {
-    uv venv --quiet --no-project --allow-existing --python "$python" .venv-verl
-    uv pip install --quiet --python .venv-verl/bin/python --requirement .ci/verl.txt \
+# client_environment FOLDER PYTHON LIST: a separate environment with the packages of LIST and ours.
+client_environment() {
+    uv venv --quiet --no-project --allow-existing --python "$2" "$1"
+    uv pip install --quiet --python "$1/bin/python" --requirement "$3" \
         --editable packages/mca-config --editable 'packages/mca-models[megatron]' --editable packages/mca-train \
         --editable packages/mca-convert
+}
+
+# verl's trainer on its own engine and on mca's, in an environment of its own: it needs an older transformers.
+verl() {
+    client_environment .venv-verl "$python" .ci/verl.txt
     .venv-verl/bin/python -m pytest -n 0 "$@" integration_tests/cli/test_verl.py
 }
 
-# LLaMA-Factory's own programs on mca, in a separate environment: it needs older versions of packages that the others share.
+# llamafactory FOLDER PYTHON ...: its own programs on mca, in a separate environment with the older packages that it needs.
 llamafactory() {
-    uv venv --quiet --no-project --allow-existing --python "$python" .venv-lf
-    uv pip install --quiet --python .venv-lf/bin/python --requirement .ci/llamafactory.txt \
-        --editable packages/mca-config --editable 'packages/mca-models[megatron]' --editable packages/mca-train \
-        --editable packages/mca-convert
-    .venv-lf/bin/python -m pytest -n 0 "$@" integration_tests/cli/test_llamafactory.py
+    local folder=$1
+    client_environment "$folder" "$2" .ci/llamafactory.txt
+    "$folder/bin/python" -m pytest -n 0 "${@:3}" integration_tests/cli/test_llamafactory.py
+}
+
+# ROLL's own files, of the checkout MCA_ROLL, in a separate environment.
+roll() {
+    client_environment .venv-roll "$python" .ci/roll.txt
+    uv pip install --quiet --python .venv-roll/bin/python --no-deps TransferQueue==0.1.6
+    .venv-roll/bin/python -m pytest -n 0 "$@" integration_tests/cli/test_roll.py
 }
 
 # ms-swift's own command with the patch of the documents, in an environment of its own, on Transformer Engine's emulated kernels.
 swift() {
-    uv venv --quiet --no-project --allow-existing --python "$python" .venv-swift
-    uv pip install --quiet --python .venv-swift/bin/python --requirement .ci/swift.txt \
-        --editable packages/mca-config --editable 'packages/mca-models[megatron]' --editable packages/mca-train \
-        --editable packages/mca-convert
+    client_environment .venv-swift "$python" .ci/swift.txt
     local folder
     folder=$(uv run tools/build_transformer_engine.py)
     PYTHONPATH="$folder" uv run pytest -n 0 "$@" integration_tests/cli/test_ms_swift.py
@@ -145,17 +155,37 @@ finish() {
     ((${#failed[@]} == 0)) || { printf 'FAILED: %s\n' "${failed[@]}"; exit 1; }
 }
 
-# LLaMA-Factory, if the environment's Python is the one that its list of packages is for; arguments go to pytest.
+is_python_311() { [[ $("$python" -c 'import sys; print(*sys.version_info[:2])') == "3 11" ]]; }
+
+# LLaMA-Factory on the environment's Python, which decides the version of Megatron; arguments go to pytest.
 llamafactory_where_it_can_be() {
-    if [[ $("$python" -c 'import sys; print(*sys.version_info[:2])') == "3 11" ]]; then
-        stage "LLaMA-Factory on mca" llamafactory "$@"
+    if "$python" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))'; then
+        stage "LLaMA-Factory on mca" llamafactory .venv-lf "$python" "$@"
     else
-        say "SKIPPED: .ci/llamafactory.txt is for Python 3.11, so LLaMA-Factory was NOT tested"
+        say "SKIPPED: .ci/llamafactory.txt is for Python 3.11 and 3.12, so LLaMA-Factory was NOT tested"
+    fi
+}
+
+# Set MCA_ROLL to a checkout of the commit that the tests were written for; ROLL is on no package index.
+has_roll() {
+    [[ -n ${MCA_ROLL:-} ]] && return
+    local commit=8eb27cc2dc34c4d1310b169d9b86d339004d811a
+    git init --quiet "$work/ROLL"
+    timeout 120 git -C "$work/ROLL" fetch --quiet --depth 1 https://github.com/alibaba/ROLL "$commit" 2>/dev/null || return 1
+    git -C "$work/ROLL" checkout --quiet FETCH_HEAD
+    export MCA_ROLL="$work/ROLL"
+}
+
+roll_where_it_can_be() {
+    if is_python_311 && has_roll; then
+        stage "ROLL on mca" roll "$@"
+    else
+        say "SKIPPED: ROLL needs Python 3.11, and MCA_ROLL or a connection to its repository, so ROLL was NOT tested"
     fi
 }
 
 verl_where_it_can_be() {
-    if [[ $("$python" -c 'import sys; print(*sys.version_info[:2])') == "3 11" ]]; then
+    if is_python_311; then
         stage "verl on mca" verl "$@"
     else
         say "SKIPPED: .ci/verl.txt is for Python 3.11, so verl was NOT tested"
@@ -163,7 +193,7 @@ verl_where_it_can_be() {
 }
 
 swift_where_it_can_be() {
-    if [[ $("$python" -c 'import sys; print(*sys.version_info[:2])') == "3 11" ]] && command -v c++ >/dev/null 2>&1; then
+    if is_python_311 && command -v c++ >/dev/null 2>&1; then
         stage "ms-swift on mca" swift "$@"
     else
         say "SKIPPED: .ci/swift.txt is for Python 3.11, and Transformer Engine needs c++, so ms-swift was NOT tested"

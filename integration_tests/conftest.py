@@ -42,7 +42,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory, every_case: bool) -> Pa
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What runs of the command train on, and where they write."""
+    """Return the directory with a model and data for runs of the command, and their output."""
     from cli_runs import fill
 
     return fill(tmp_path_factory.mktemp("run"))

@@ -1,7 +1,6 @@
-"""Write the stages that ``.ci/qualify`` ran into docs/validation/evidence.md, with commit, date and machine."""
+"""Write the result of one stage of ``.ci/qualify`` into docs/validation/evidence.md, with commit, date and machine."""
 
 import os
-import platform
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -9,23 +8,27 @@ from pathlib import Path
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "validation" / "evidence.md"
 BEGIN, END = "<!-- qualified -->\n", "<!-- end of qualified -->\n"
+HEAD = "| stage | result | commit | date | seconds | cores |\n|---|---|---|---|---|---|\n"
 
 
-def written(page: str, stages: list[str], heading: str) -> str:
-    """Return ``page`` with a list of ``stages`` between its two marks."""
+def written(page: str, stage: str, *facts: str) -> str:
+    """Return ``page`` with a row for ``stage`` in the table between its two marks, in place of an older row."""
     before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}{heading}\n\n" + "".join(f"- {stage}\n" for stage in stages) + f"{END}{after}"
+    table, _, after = rest.partition(END)
+    rows = [line for line in table.splitlines() if line.startswith("|")][2:]
+    kept = {row.split("|")[1].strip(): row for row in rows}
+    kept[stage] = "| " + " | ".join((stage, *facts)) + " |"
+    return f"{before}{BEGIN}{HEAD}" + "".join(f"{row}\n" for row in kept.values()) + f"{END}{after}"
 
 
-def main(stages: list[str]) -> None:
+def main(stage: str, result: str, seconds: str) -> None:
     """Rewrite the page."""
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=PAGE.parent, capture_output=True, text=True, check=True
     ).stdout.strip()
-    heading = f"Commit {commit}, {datetime.now(UTC):%Y-%m-%d}, {os.cpu_count()} cores, {platform.machine()}:"
-    PAGE.write_text(written(PAGE.read_text(), [stage for stage in stages if stage], heading))
+    facts = (result, commit, f"{datetime.now(UTC):%Y-%m-%d}", seconds, str(os.cpu_count()))
+    PAGE.write_text(written(PAGE.read_text(), stage, *facts))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(*sys.argv[1:])

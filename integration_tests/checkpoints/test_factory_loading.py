@@ -1,4 +1,4 @@
-"""What a rank reads of a checkpoint, who reads it, and vocabularies that grow."""
+"""Tensors that each rank reads of a checkpoint, and growth of the vocabulary."""
 
 import json
 import shutil
@@ -52,7 +52,7 @@ def test_a_rank_reads_what_it_holds(case: str, tmp_path: Path) -> None:
 
 
 def load_untied(path: Path, folder: Path) -> str:
-    """Why a torch_dist checkpoint of a tied model is refused whose output layer is another. Runs on one rank."""
+    """Return the error about a torch_dist checkpoint of a tied model with another output layer. Runs on one rank."""
     from mca_models.checkpoint_kinds import open_checkpoint
     from mca_models.megatron import AutoModel
 

@@ -1,4 +1,4 @@
-"""How much memory a rank needs to load its part of a model and to write all of it.
+"""Memory that a rank needs to load its part of a model and to write all of it.
 
 ``MCA_TEST_LAYERS=40 pytest -s integration_tests/checkpoints/test_factory_memory.py`` prints the figures for a larger
 model.

@@ -63,7 +63,7 @@ def _error(save: Callable[[], Any]) -> str:
 
 
 def fail_in_every_way(path: Path, target: Path) -> dict[str, str]:
-    """What each failed save says. Runs on every rank."""
+    """Return the error of each failed save. Runs on every rank."""
     from megatron.core.dist_checkpointing import serialization
     from megatron.core.dist_checkpointing.strategies import common, filesystem_async
 

@@ -152,7 +152,7 @@ def test_megatron_reads_it(case: Case, layout: str, saved: Path) -> None:
 
 
 def refusals(paths: list[Path]) -> list[str]:
-    """Why each checkpoint is not loaded. Runs on every rank."""
+    """Return the error of each checkpoint that is not loaded. Runs on every rank."""
     from mca_models.megatron import AutoModel
 
     messages = []

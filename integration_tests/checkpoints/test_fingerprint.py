@@ -12,7 +12,7 @@ pytestmark = pytest.mark.ranks
 
 
 def fingerprints(base: Path, name: str) -> tuple[int, int, int]:
-    """As read, with a weight of the last layer changed in its last bit, and read again into the same model."""
+    """Fingerprints of a model as read, with one changed bit in the last layer, and read again into the same model."""
     import torch
 
     from mca_models.megatron import AutoModel

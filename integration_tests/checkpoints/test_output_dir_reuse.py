@@ -40,7 +40,7 @@ def refused(checkpoint: Path, output_dir: Path, resume: Path | None) -> list[Any
 
 
 def of_another_kind(checkpoint: Path, output_dir: Path, resume: Path) -> str:
-    """Why training on preferences does not go on from the checkpoint of another kind of run."""
+    """Return the error of preference tuning that resumes the checkpoint of another kind of run."""
     from dpo_reference import pairs
     from mca_config.errors import UsageError
     from mca_train import DpoTrainer, PreferenceLoss

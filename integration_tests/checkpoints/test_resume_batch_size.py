@@ -99,7 +99,7 @@ def test_every_sample_comes_once_with_any_batch_size(tmp_path):
 
 
 def sampler_order(loaders: Any, data: Any, **changes: Any) -> str:
-    """What decides the order of training on ``data``, in words, with ``changes`` of the arguments."""
+    """Describe the order of training on ``data``, with ``changes`` of the arguments."""
     from dataclasses import replace
 
     args = copy(loaders.args)
@@ -108,7 +108,7 @@ def sampler_order(loaders: Any, data: Any, **changes: Any) -> str:
 
 
 def packed_again(checkpoint: Path, output_dir: Path) -> list[list[str]]:
-    """What a run that goes on says, with the same packs and with those for two context ranks; by data."""
+    """Return the messages of a resumed run, with the same packs and with those for two context ranks, by data."""
     from dataclasses import replace
 
     from mca_train.batching.loaders import resume_position

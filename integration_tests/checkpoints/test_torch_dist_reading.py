@@ -119,7 +119,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def saved(request: pytest.FixtureRequest, folder: Path) -> Any:
-    """Where a case was saved; all cases of as many ranks are saved by one fork."""
+    """Return the directory of a saved case; one fork saves all cases with the same number of ranks."""
     wanted = list(dict.fromkeys([CASES[0], *needed(request)]))
     models = {"deepseek_v3", *(case.model for case in wanted)}
     sources = {model: tiny_hf.save(model, folder / model, "bfloat16") for model in models}
@@ -236,7 +236,7 @@ def config_of(case: str) -> Any:
 
 
 def unreadable(cases: Sequence[str]) -> dict[str, str]:
-    """Of which models a ``torch_dist`` checkpoint could not be read again, and why. Runs on every rank."""
+    """Return the models whose ``torch_dist`` checkpoint cannot be read again, with the error. Runs on every rank."""
     from mca_models.megatron import AutoModel
     from mca_models.megatron.state.torch_dist import model_state
 

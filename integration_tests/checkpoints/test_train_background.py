@@ -173,7 +173,7 @@ def ends_early(checkpoint: Path, output_dir: Path, words: Path) -> dict[str, Any
 
 
 def test_what_is_being_written_is_completed_when_a_run_ends_early(checkpoint, tmp_path):
-    from mca_train.checkpoint.directory import checkpoints
+    from mca_train.checkpoint.output_files import checkpoints
 
     (tmp_path / "words").mkdir()
     (found,) = run_ranks(1, ends_early, checkpoint, tmp_path, tmp_path / "words")

@@ -131,7 +131,7 @@ def whole(checkpoint, tmp_path_factory):
 @pytest.mark.parametrize("name", KILLED if SEEDS else ("two ranks", "two ranks in background"))
 def test_killed_runs_go_on_from_their_last_complete_checkpoint(name, whole, checkpoint, tmp_path):
     """Twenty times with MCA_TEST_KILLS=20, also one rank. Every SIGKILL also leaves an incomplete directory."""
-    from mca_train.checkpoint.directory import checkpoints
+    from mca_train.checkpoint.output_files import checkpoints
 
     size, changes = KILLED[name]
     for seed in SEEDS or {"two ranks": [0], "two ranks in background": [1]}[name]:
@@ -193,7 +193,7 @@ DAMAGES = {"truncated": truncate, "flipped": flip, "lost": None}
 
 
 def find_all(folders: dict[str, Path]) -> dict[str, tuple[str, str]]:
-    """What ``auto`` finds in each folder, and what naming the spoilt checkpoint says."""
+    """Return the checkpoint that ``auto`` finds in each folder, and the error of naming the damaged one."""
     from mca_config.errors import McaError
     from mca_config.layout import ParallelLayout
     from mca_models.megatron.distributed import parallel
@@ -279,7 +279,7 @@ def test_a_run_does_not_restart_if_every_checkpoint_is_damaged(checkpoint, finis
 @pytest.mark.qualify
 @pytest.mark.parametrize("name", SAVED)
 def test_a_full_disk_leaves_the_checkpoints_before(name, whole, checkpoint, small_disk):
-    from mca_train.checkpoint.directory import checkpoints
+    from mca_train.checkpoint.output_files import checkpoints
 
     size, changes = SAVED[name]
     with pytest.raises(RanksFailed) as failed:

@@ -210,7 +210,7 @@ def test_a_stage_that_trains_nothing_has_the_step_of_the_others(tmp_path):
 
 
 def thawed(model: Path, output_dir: Path) -> str:
-    """What a run says whose embedding was frozen until its checkpoint."""
+    """Return the messages of a run whose embedding was frozen until its checkpoint."""
 
     def trainer() -> Any:
         return make_trainer(model, output_dir, save_strategy="steps", save_steps=1, max_steps=1, **PP)

@@ -117,7 +117,7 @@ def test_the_best_checkpoint_survives_and_is_loaded(checkpoint, tmp_path):
 
 def test_the_last_complete_checkpoint_is_found(checkpoint, tmp_path):
     from mca_config.errors import McaError
-    from mca_train.checkpoint.directory import checkpoints, resolve
+    from mca_train.checkpoint.output_files import checkpoints, resolve
 
     for name in ("checkpoint-9", "checkpoint-10", "checkpoint-11", "checkpoint-12.partial-ab"):
         (tmp_path / name).mkdir()
@@ -214,7 +214,7 @@ def test_a_checkpoint_is_deleted_while_training_goes_on(tmp_path, monkeypatch):
     import shutil
     import threading
 
-    from mca_train.checkpoint.directory import checkpoints
+    from mca_train.checkpoint.output_files import checkpoints
     from mca_train.checkpoint.writer import CheckpointWriter
 
     folder, go = tmp_path / "checkpoint-1", threading.Event()
@@ -284,7 +284,7 @@ def test_a_failed_save_leaves_the_checkpoint_before(checkpoint, tmp_path):
     assert str(failed.value).partition("\n")[2].count(reported) == 2, (
         "every rank says which one failed, and why"
     )
-    from mca_train.checkpoint.directory import checkpoints
+    from mca_train.checkpoint.output_files import checkpoints
 
     assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-1"]
 

@@ -21,7 +21,7 @@ RUN = {
 
 
 def rows(count: int, first: int, others: int = 0) -> list[dict[str, Any]]:
-    """Of equal length; from row ``first`` on they have ``others`` added to each token."""
+    """Return rows of equal length; from row ``first`` on, ``others`` is added to each token."""
     return [{"input_ids": [1 + row + others * (row >= first)] * 8} for row in range(count)]
 
 
@@ -36,7 +36,7 @@ def reported(call: Any) -> str:
 
 
 def given(checkpoint: Path, output: Path) -> dict[str, Any]:
-    """What runs of 3 steps of 8 samples say that were given other samples on rank 1, and what evaluations find."""
+    """Return the errors of runs of 3 steps of 8 samples with other samples on rank 1, and the losses of evaluations."""
     from mca_train import McaTrainer
 
     class OfRanks(McaTrainer):

@@ -79,7 +79,7 @@ def plant_object(checkpoint: Path, evil: Evil) -> None:
 
 
 def pickles(model: Path, folder: Path) -> dict[str, str]:
-    """What resuming says, by where a command was planted; the command makes the file ``<where>.ran``."""
+    """Return the errors of resuming, by the place of a planted command, which would make the file ``<where>.ran``."""
     from mca_models import AutoModel
 
     trainer = make_trainer(model, folder / "run", **SAVING, ckpt_format="torch_dist")
@@ -113,7 +113,7 @@ def test_no_pickle_of_a_checkpoint_is_run(tmp_path):
 
 
 def others(folder: Path) -> dict[str, str]:
-    """What another model, and another optimizer, hear that resume the checkpoint of a Qwen3 with Adam."""
+    """Return the errors of another model and of another optimizer that resume the checkpoint of a Qwen3 with Adam."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     tiny = partial(tiny_checkpoint, num_hidden_layers=2)
@@ -180,7 +180,7 @@ def test_sgd_resumes_without_changing_a_bit(tmp_path):
 
 
 def places(model: Path, folder: Path) -> dict[str, str]:
-    """What is said of output directories that hold something."""
+    """Return the errors about output directories that are not empty."""
     run, mine = folder / "mine", folder / "run"
     shutil.copytree(model, folder / "model")
     (run / "hf").mkdir(parents=True)

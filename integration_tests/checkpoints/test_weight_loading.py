@@ -108,7 +108,7 @@ def test_fp8_is_taken_with_its_scales(tmp_path: Path) -> None:
 
 
 def spoil(path: Path) -> dict[str, str]:
-    """What each way to give wrong weights is answered with. Runs on every rank."""
+    """Return the error of each kind of wrong weights. Runs on every rank."""
     from mca_models.megatron import AutoModel
 
     models = AutoModel.from_pretrained(path, arguments("tp2"))
@@ -181,7 +181,7 @@ def test_wrong_weights_are_all_reported_on_every_rank(tmp_path: Path) -> None:
 
 
 def overflowing(path: Path) -> list[str]:
-    """What is reported of 70000 where it is cast to fp16. Runs on one rank."""
+    """Return the error about 70000 that is cast to fp16. Runs on one rank."""
     import peft
 
     from mca_models.megatron import AutoModel

@@ -13,7 +13,7 @@ from harness import run_ranks
 from layouts import arguments
 from mca_config.errors import McaError
 from mca_models.megatron.state import sender as sender_module
-from mca_models.megatron.state.weight_manifest import WeightManifest
+from mca_models.megatron.state.sender import WeightManifest
 from reference import make_reference
 from weight_streams import SMALL
 

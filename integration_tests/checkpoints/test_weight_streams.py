@@ -117,7 +117,7 @@ def test_a_stream_is_the_written_checkpoint(
 
 
 def forms(path: Path, layout: str) -> dict[str, Any]:
-    """What arrives cast, in flat buckets and as fp8, and the bytes that came from other ranks. Runs on every rank."""
+    """Return tensors that arrive cast, in flat buckets and as fp8, and bytes of other ranks. Runs on every rank."""
     from mca_models.megatron import AutoModel
 
     models = AutoModel.from_pretrained(path, arguments(layout))
@@ -249,7 +249,7 @@ def test_streams_and_the_converter_refuse_fp8_of_the_same_families() -> None:
 
 
 def misuse(path: Path) -> dict[str, str]:
-    """What each rank is reported when one of four leaves a stream. Runs on every rank."""
+    """Return the error on each rank when one of four leaves a stream. Runs on every rank."""
     from mca_models.megatron import AutoModel
 
     models = AutoModel.from_pretrained(path, arguments("tp2pp2"))

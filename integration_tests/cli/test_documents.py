@@ -34,8 +34,8 @@ PAGES = [
 ]
 ELSEWHERE = {
     "docs/reinforcement_learning.md": "test_reinforcement_learning.py runs it, on two ranks",
-    "docs/routing_replay.md": "test_reinforcement_learning.py runs it, on two ranks",
     "docs/weight_stream.md": "test_reinforcement_learning.py runs it, on two ranks",
+    "docs/media.md": "test_quick_starts.py plans its runs, and the examples that it names are run",
     "docs/add_a_family.md": "its commands are tests, which run anyway, and its snippet is a line of tiny_hf.py",
 }
 EXAMPLE_SECONDS = 120
@@ -46,7 +46,20 @@ and scripts from this process, so what they import (some ten seconds each time) 
 """
 AS_PUBLISHED = dict.fromkeys(("docs/plan.md", "docs/out_of_memory.md"), "tools/recipes/qwen3-8b.json")
 """Pages whose sizes are not changed, as plans need neither weights nor data; and the model's ``config.json``."""
-NOT_RUN = ("pip ", "uv ", "sbatch ", "python tools/", "PYTHONPATH=", "git ", "#", "eval ", "mkdocs ")
+NOT_RUN = (
+    "pip ",
+    "uv ",
+    "source ",
+    "pytest",
+    "python examples/quickstart",
+    "sbatch ",
+    "python tools/",
+    "PYTHONPATH=",
+    "git ",
+    "#",
+    "eval ",
+    "mkdocs ",
+)
 """Beginnings of commands that install, lock, or need another machine."""
 _UNITS = {"min", "ms", "us", "KB", "MB", "GB", "MiB", "GiB"}
 _SMALL = {
@@ -78,7 +91,7 @@ def _is_run(command: str) -> bool:
 
 
 def _words(line: str) -> tuple[str, ...]:
-    """Those of a printed line that are the same in every run: neither numbers nor their units."""
+    """Return the words of a printed line that are the same in every run, without numbers and units."""
     return tuple(word for word in re.findall(r"[A-Za-z_]{2,}", line) if word not in _UNITS)
 
 
@@ -110,7 +123,7 @@ def _rows(path: Path, rows: list[dict[str, object]]) -> None:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """What a reader has before the first command: a model and data of each kind."""
+    """Set up a reader's files before the first command: a model and data of each kind."""
     from tokenizers_for_tests import byte_tokenizer
 
     folder = tmp_path_factory.mktemp("documents")
@@ -181,7 +194,7 @@ def _program(words: list[str], folder: Path) -> "subprocess.CompletedProcess[str
 
 
 def _run(command: str, folder: Path) -> str:
-    """What it printed; a script prints where this process does."""
+    """Return the output of a command; a script prints where this process does."""
     words = _small_words(command)
     if words[0] == "python":
         run_ranks(1, _script, words[1:], process_group=False, timeout=240)
@@ -204,7 +217,7 @@ def _workplace(page: Path, place: Path, folder: Path) -> Path:
 
 
 def _made_before(folder: Path, commands: str, snippets: str) -> None:
-    """What a page takes from another job."""
+    """Return the files that a page takes from another job."""
     if "lora-mca" in commands:
         _adapter(folder)
     if "images.yaml" in commands:
@@ -214,13 +227,13 @@ def _made_before(folder: Path, commands: str, snippets: str) -> None:
 
 
 def _processor_seconds() -> float:
-    """Of all child processes that have ended, and of theirs."""
+    """Return the CPU seconds of all ended child processes and their children."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def _alone() -> None:
-    """As in a process that no launcher has started."""
+    """Return the environment of a process that no launcher has started."""
     for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(variable, None)
     os.environ["HF_HUB_OFFLINE"] = "1"
@@ -239,7 +252,7 @@ def _script(words: list[str]) -> None:
 
 
 def _not_run_here(name: str, shown: list[str]) -> str:
-    """Why a page is not run; empty if it is."""
+    """Return the reason why a page is not run; empty if it is."""
     if not shown:
         return "shows nothing that is run"
     return ELSEWHERE.get(name, "")

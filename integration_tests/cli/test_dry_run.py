@@ -79,7 +79,7 @@ def model_of(name: str) -> str:
 
 
 def images_in(run: Any) -> Any:
-    """Of each sequence, if the model takes any."""
+    """Return the images of each sequence, if the model takes any."""
     from mca_train.run.plan_input import planned_images
 
     return planned_images(run, **OF_IMAGES) if run.model.vision else None
@@ -100,10 +100,9 @@ def with_memory(folder: Path, names: list[str]) -> dict[str, StepNeeds]:
 
     from mca_models import AutoModel
     from mca_train.batching.loaders import iterate_steps
-    from mca_train.dry_run.modules import ModuleNames
-    from mca_train.dry_run.routing import route_evenly
+    from mca_train.dry_run.samples import route_evenly
     from mca_train.dry_run.step import Modes, build, measure
-    from mca_train.dry_run.tracker import Tracker
+    from mca_train.dry_run.tracker import ModuleNames, Tracker
 
     found = {}
     for name in names:

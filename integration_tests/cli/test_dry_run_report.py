@@ -53,7 +53,7 @@ def test_messages_of_a_few_micro_batches_give_those_of_a_step(name: str, folder:
 
 
 def printed(folder: Path) -> list[str]:
-    """What the command prints as an object and as text; the dry run is one, as it is that of both."""
+    """Return the command's output as an object and as text, both of one dry run."""
     from functools import cache
 
     from mca_train.cli import main

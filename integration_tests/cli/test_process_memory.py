@@ -1,4 +1,4 @@
-"""What the process of a rank takes beyond what it took before the run is what the dry run says, to a tenth.
+"""Memory that a run adds to the process of a rank, which the dry run predicts to a tenth.
 
 What is there before is subtracted: the interpreter and all that is imported. Of what comes on top of tensors, pages
 that the allocator keeps free are left out (`memory.peak`); docs/validation/evidence.md says how many they are.

@@ -75,13 +75,13 @@ def commands(page: Path) -> list[list[str]]:
 
 def needs(kind: str, file: Path | None, flags: list[str], gpus: int) -> tuple[int, list[int]]:
     """Bytes of the fullest stage, and the stages that do not fit."""
-    from mca_models.megatron.factory.target import Target
-    from mca_train.config.run_config import load_values
+    from mca_models.megatron.factory.transformer_config import Target
     from mca_train.plan.hardware import load_hardware
     from mca_train.plan.memory import plan_layout
     from mca_train.plan.remedies import largest_stage, stages_over_limit
     from mca_train.run.plan_input import make_image_check, make_plan_input, planned_images
-    from mca_train.run.rules import check, make_settings
+    from mca_train.run.rules import check
+    from mca_train.run.settings import load_values, make_settings
     from mca_train.tasks.table import TASKS
 
     values, where = load_values(file, flags)

@@ -1,4 +1,4 @@
-"""What the READMEs and docs say is true: links resolve, examples without a model run and give what they promise."""
+"""Truth of the READMEs and docs: links resolve, and examples without a model run and give the promised output."""
 
 import ast
 import re
@@ -116,6 +116,7 @@ KIND_OF = {
     "lora": "sft",
     "images": "sft",
     "clips": "sft",
+    "audio": "sft",
     "omni": "sft",
     "tokens": "pretrain",
     "indexed": "pretrain",
@@ -128,8 +129,7 @@ CONFIGURED = [
 
 @pytest.mark.parametrize("page", CONFIGURED, ids=lambda page: page.name)
 def test_configuration_files_are_accepted(page, tmp_path, monkeypatch):
-    from mca_train.config.run_config import load_values
-    from mca_train.run.rules import make_settings
+    from mca_train.run.settings import load_values, make_settings
     from mca_train.tasks.table import TASKS
 
     monkeypatch.delenv("WORLD_SIZE", raising=False)

@@ -35,7 +35,8 @@ def test_every_file_is_a_recipe_and_the_page_has_a_row_for_each():
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_is_accepted_by_its_job(name):
-    from mca_train.config.run_config import parse
+    from mca_train.run.settings import make_settings
+    from mca_train.tasks.table import TASKS
 
     model, job, path = RECIPES[name]
     text = path.read_text()
@@ -43,7 +44,7 @@ def test_a_recipe_is_accepted_by_its_job(name):
     assert (kind, int(devices)) == (TOOL.JOBS[job][0], model.devices[job])
     values = yaml.safe_load(text)
     assert values.pop("bf16") is True  # refused by Hugging Face where there is no GPU
-    settings = parse(values, path.name, kind=kind)
+    settings = make_settings(TASKS[kind], values, path.name)
     assert settings.data.model_name_or_path == model.name
     assert (settings.lora.lora_rank is not None) == (job == "lora")
 

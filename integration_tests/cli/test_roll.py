@@ -189,6 +189,7 @@ def rejections(path: Path, fused: Path, out: Path) -> list[str]:
         lambda: names.ModelConverter(stacked.config, to_hf=True),
         lambda: names.ModelConverter(models.config, to_hf=True).dist_converter.preprocess_layer_index("x", 0),
         lambda: names.get_ltor_masks_and_position_ids(torch.ones(1, 4)),
+        lambda: names.get_megatron_lr_scheduler(args, 1, None),
     ):
         try:
             work()
@@ -208,6 +209,7 @@ def test_what_does_not_map_is_an_error(tmp_path):
         "all experts",
         "x: chunk 0",
         "compile_warmup",
+        "set use_distributed_optimizer or save_only_model",
     )
     for message, words in zip(messages, expected, strict=True):
         assert words in message
@@ -265,18 +267,27 @@ def batch_of(step: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids * mask, "attention_mask": mask, "response_mask": response}
 
 
-def train_with_roll(path: Path, out: Path, options: dict[str, Any]) -> list[float] | None:
-    """Return the loss of each step of ROLL's unmodified strategy; None where the last stage is elsewhere."""
-    names = facade()
+def shifted_labels(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the labels of ROLL's supervised collator: the next token of each, -100 outside of the response."""
+    labels = batch["input_ids"].masked_fill(batch["response_mask"] == 0, -100).roll(-1, 1)
+    labels[:, -1] = -100
+    return labels
+
+
+def worker_of_roll(path: Path, out: Path, options: dict[str, Any]) -> SimpleNamespace:
+    """Return what ROLL's strategies read of a worker."""
     from roll.configs.worker_config import SequencePackingConfig
     from roll.distributed.executor.worker import RankInfo
-    from roll.distributed.scheduler.protocol import DataProto
-    from roll.distributed.strategy.megatron_strategy import MegatronTrainStrategy
+    from roll.models import model_providers
     from roll.platforms import current_platform
 
-    type(current_platform).current_device = staticmethod(lambda: 0)  # ROLL names devices TYPE:NUMBER
-    packing = options.pop("packing", False)
-    worker = SimpleNamespace(
+    model_providers.download_model = str  # it asks a Ray actor for the path of a download
+    for name in ("current_device", "synchronize", "empty_cache", "get_rng_state", "set_rng_state"):
+        # ROLL names devices TYPE:NUMBER, and its CPU platform has no caches and no generator
+        setattr(type(current_platform), name, staticmethod(lambda *_: 0))
+    options = dict(options)
+    packing, frozen = options.pop("packing", False), options.pop("frozen", False)
+    return SimpleNamespace(
         rank_info=RankInfo(),
         pipeline_config=SimpleNamespace(sequence_length=LENGTH, max_grad_norm=1.0),
         worker_config=SimpleNamespace(
@@ -289,8 +300,14 @@ def train_with_roll(path: Path, out: Path, options: dict[str, Any]) -> list[floa
             sequence_packing_args=SequencePackingConfig(),
             router_replay=SimpleNamespace(mode=None),
             apply_loss_scale=False,
-            model_args=SimpleNamespace(model_name_or_path=str(path)),
-            strategy_args=SimpleNamespace(strategy_config=dict(options)),
+            logits_in_fp32=True,
+            model_args=SimpleNamespace(
+                model_name_or_path=str(path),
+                lora_target=None,
+                moe_aux_loss_coef=None,
+                freeze_module_prefix=["embedding"] if frozen else None,
+            ),
+            strategy_args=SimpleNamespace(strategy_config=options),
             training_args=SimpleNamespace(
                 max_steps=STEPS,
                 per_device_train_batch_size=2,
@@ -298,28 +315,79 @@ def train_with_roll(path: Path, out: Path, options: dict[str, Any]) -> list[floa
             ),
         ),
     )
-    strategy = MegatronTrainStrategy(worker)
-    strategy.initialize(lambda training_args, **_: names.AutoModel.from_pretrained(path, training_args))
+
+
+def train_strategy(path: Path, out: Path, options: dict[str, Any]) -> Any:
+    """Return ROLL's unmodified training strategy with the model of its own provider."""
+    facade()
+    from roll.distributed.strategy.megatron_strategy import MegatronTrainStrategy
+    from roll.models.model_providers import default_actor_model_provider
+
+    strategy = MegatronTrainStrategy(worker_of_roll(path, out, options))
+    strategy.initialize(default_actor_model_provider)
+    return strategy
+
+
+def train_steps(strategy: Any, steps: range, *, sft: bool = False) -> list[float]:
+    """Train and return the loss of each step, the sum over its micro-batches; 0 where the last stage is elsewhere.
+
+    Args:
+        strategy: ROLL's strategy.
+        steps: Numbers of the steps.
+        sft: Take the loss of ROLL's supervised worker, whose model computes the cross entropy of the labels.
+    """
+    from roll.distributed.scheduler.protocol import DataProto
 
     seen: list[float] = []
 
     def loss(data: Any, logits: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
         mask = data.batch["attention_mask"]
+        if sft:
+            value, metrics = strategy.op_compute_language_loss(logits, data.batch["labels"], 50)
+            seen.append(value.item())
+            return value, metrics
         log_probs = strategy.op_compute_log_probs(logits, data.batch["input_ids"], mask)
         value = -(log_probs * data.batch["response_mask"][:, 1:]).sum() / 50
         seen.append(value.item())
         return value, {"loss": [value.item()]}
 
     losses = []
-    for step in range(STEPS):
+    for step in steps:
         info = {"loss_mask_keys": [], "is_offload_optimizer_states_in_train_step": False}
-        batch = DataProto.from_dict(batch_of(step), meta_info=info)
-        strategy.train_step(batch, loss)
+        batch = batch_of(step)
+        if sft:
+            batch["labels"] = shifted_labels(batch)
+        strategy.train_step(DataProto.from_dict(batch, meta_info=info), loss)
         losses.append(sum(seen))
         seen.clear()
+    return losses
+
+
+def train_with_roll(path: Path, out: Path, options: dict[str, Any]) -> list[float] | None:
+    """Return the loss of each step of ROLL's strategy; None where the last stage is elsewhere."""
+    sft = options.pop("sft", False)
+    strategy = train_strategy(path, out, options)
+    losses = train_steps(strategy, range(STEPS), sft=sft)
     saved = dict(strategy.model.model.export_weights())
     assert all(tensor.isfinite().all() for tensor in saved.values())
-    return losses if worker.rank_info.is_pipeline_last_stage else None
+    return losses if strategy.worker.rank_info.is_pipeline_last_stage else None
+
+
+def train_and_save(path: Path, out: Path, options: dict[str, Any]) -> tuple[list[float], Any]:
+    """Train, saving after the first step; return the losses of the rest and the final weights."""
+    strategy = train_strategy(path, out, options)
+    train_steps(strategy, range(1))
+    strategy.save_checkpoint(str(out / "saved"), global_step=1, ckpt_id="1")
+    losses = train_steps(strategy, range(1, STEPS))
+    return losses, dict(strategy.model.model.export_weights())
+
+
+def load_and_train(path: Path, out: Path, options: dict[str, Any]) -> tuple[list[float], Any]:
+    """Load the checkpoint of `train_and_save` in a new strategy; return the losses of the rest and the weights."""
+    strategy = train_strategy(path, out, options)
+    strategy.load_checkpoint(str(out / "saved"))
+    losses = train_steps(strategy, range(1, STEPS))
+    return losses, dict(strategy.model.model.export_weights())
 
 
 def arguments_of_roll(out: Path) -> dict[str, Any]:
@@ -334,12 +402,14 @@ def arguments_of_roll(out: Path) -> dict[str, Any]:
         "max_steps": STEPS,
         "report_to": "none",
         "use_cpu": True,
+        "use_distributed_optimizer": True,
     }
 
 
-def reference_losses(path: Path) -> list[float]:
+def reference_losses(path: Path, *, frozen: bool = False) -> list[float]:
     """Return the losses of the same steps of the transformers model, each the sum over two micro-batches."""
     model = transformers.AutoModelForCausalLM.from_pretrained(path)
+    model.get_input_embeddings().requires_grad_(not frozen)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
     losses = []
     for step in range(STEPS):
@@ -363,13 +433,58 @@ LAYOUTS = {
     "packed": {"packing": True},
     "tp2_pp2": {TP: 2, PP: 2},
 }
+TRAINED = LAYOUTS | {
+    "sft_cp2": {CP: 2, "sft": True},
+    "sft_tp2_pp2": {TP: 2, PP: 2, "sft": True},
+    "frozen_embedding": {TP: 2, "frozen": True},
+}
+
+
+@needs_roll
+@pytest.mark.qualify
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("layout", TRAINED)
+def test_rolls_strategy_has_the_losses_of_transformers(layout, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    from tokenizers_for_tests import byte_tokenizer
+
+    path = tiny_hf.save("llama", tmp_path / "model")
+    byte_tokenizer().save_pretrained(path)
+    options = dict(TRAINED[layout])
+    ranks = options.get(TP, 1) * options.get(CP, 1) * options.get(PP, 1)
+    found = run_ranks(ranks, train_with_roll, path, tmp_path / "out", options, timeout=900)
+    wanted = reference_losses(path, frozen=layout == "frozen_embedding")
+    for losses in found:
+        # 1e-5: the tolerance of losses between layouts; Adam with steps of 1e-2 amplifies rounding
+        assert losses is None or losses == pytest.approx(wanted, rel=1e-5)
+    assert any(found)
+
+
+def infer_with_roll(path: Path, out: Path, options: dict[str, Any]) -> Any:
+    """Return the log-probabilities of ROLL's inference strategy; None where it returns none."""
+    facade()
+    from roll.distributed.scheduler.protocol import DataProto
+    from roll.distributed.strategy.megatron_strategy import MegatronInferStrategy
+    from roll.models.model_providers import default_actor_model_provider
+
+    strategy = MegatronInferStrategy(worker_of_roll(path, out, options))
+    strategy.initialize(default_actor_model_provider)
+
+    def log_probs(data: Any, logits: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        ids, mask = data.batch["input_ids"], data.batch["attention_mask"]
+        found = strategy.op_compute_log_probs(logits, ids, mask)
+        return found.sum(), {"log_probs": found.clone().detach()}
+
+    info = {"micro_batch_size": 2, "loss_mask_keys": []}
+    found = strategy.forward_step(DataProto.from_dict(batch_of(0), meta_info=info), log_probs)
+    return None if found is None else found["log_probs"]
 
 
 @needs_roll
 @pytest.mark.qualify
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_rolls_strategy_has_the_losses_of_transformers(layout, tmp_path, monkeypatch):
+def test_rolls_inference_strategy_has_the_log_probs_of_transformers(layout, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     from tokenizers_for_tests import byte_tokenizer
 
@@ -377,9 +492,70 @@ def test_rolls_strategy_has_the_losses_of_transformers(layout, tmp_path, monkeyp
     byte_tokenizer().save_pretrained(path)
     options = dict(LAYOUTS[layout])
     ranks = options.get(TP, 1) * options.get(CP, 1) * options.get(PP, 1)
-    found = run_ranks(ranks, train_with_roll, path, tmp_path / "out", options, timeout=900)
-    wanted = reference_losses(path)
-    for losses in found:
-        # 1e-5: the tolerance of losses between layouts; Adam with steps of 1e-2 amplifies rounding
-        assert losses is None or losses == pytest.approx(wanted, rel=1e-5)
-    assert any(found)
+    found = [
+        x
+        for x in run_ranks(ranks, infer_with_roll, path, tmp_path / "out", options, timeout=900)
+        if x is not None
+    ]
+    batch = batch_of(0)
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    with torch.no_grad():
+        logits = transformers.AutoModelForCausalLM.from_pretrained(path)(
+            input_ids=ids, attention_mask=mask
+        ).logits
+    wanted = logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0] * mask[:, 1:]
+    assert len(found) == 1
+    # 1e-4: fp32 logits of two implementations
+    torch.testing.assert_close(torch.as_tensor(found[0]), wanted, rtol=0, atol=1e-4)
+
+
+SAVED = {
+    "dp2": ("llama", {}),
+    "tp2": ("llama", {TP: 2}),
+    "pp2_vpp2": ("llama", {PP: 2, VPP: 2}),
+    "ep2": ("qwen3_moe", {EP: 2}),
+}
+
+
+@needs_roll
+@pytest.mark.qualify
+@pytest.mark.timeout(1200)
+@pytest.mark.filterwarnings("ignore:Please use DTensor:FutureWarning")  # Megatron's own checkpoints
+@pytest.mark.parametrize("layout", SAVED)
+def test_a_loaded_checkpoint_of_roll_continues_with_the_same_bits(layout, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    from tokenizers_for_tests import byte_tokenizer
+
+    case, options = SAVED[layout]
+    path = tiny_hf.save(case, tmp_path / "model", **({"num_hidden_layers": 4} if VPP in options else {}))
+    byte_tokenizer().save_pretrained(path)
+    decay = {"lr_scheduler_type": "inverse_sqrt", "lr_scheduler_kwargs": {"timescale": 1}}
+    options = options | decay | {"save_hf_model": True}
+    first = run_ranks(2, train_and_save, path, tmp_path / "out", options, timeout=500)
+    again = run_ranks(2, load_and_train, path, tmp_path / "out", options, timeout=500)
+    for (losses, weights), (losses_again, weights_again) in zip(first, again, strict=True):
+        assert losses == losses_again
+        assert weights.keys() == weights_again.keys()
+        assert all(weights[name].equal(weights_again[name]) for name in weights)
+    before = transformers.AutoModelForCausalLM.from_pretrained(path).state_dict()
+    after = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out/saved").state_dict()
+    assert before.keys() == after.keys()
+    assert not all(before[name].equal(after[name]) for name in before)
+
+
+@needs_roll
+@pytest.mark.qualify
+@pytest.mark.timeout(1200)
+@pytest.mark.filterwarnings("ignore:Please use DTensor:FutureWarning")
+def test_a_checkpoint_of_roll_continues_on_another_layout(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    from tokenizers_for_tests import byte_tokenizer
+
+    path = tiny_hf.save("llama", tmp_path / "model")
+    byte_tokenizer().save_pretrained(path)
+    first = run_ranks(2, train_and_save, path, tmp_path / "out", {TP: 2}, timeout=500)
+    again = run_ranks(2, load_and_train, path, tmp_path / "out", {PP: 2}, timeout=500)
+    losses, weights = first[0]
+    assert again[-1][0] == pytest.approx(losses, rel=1e-5)  # losses between layouts
+    for name, weight in again[-1][1].items():
+        torch.testing.assert_close(weight, weights[name], rtol=0, atol=1e-5)  # Adam's steps are 1e-2

@@ -1,4 +1,4 @@
-"""What makes a site of the documentation: links out of it become text, every page has a place in it."""
+"""Site of the documentation: links out of it become text, and every page is in the navigation."""
 
 import importlib
 import importlib.util

@@ -85,7 +85,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def asked(slurm: Path, *command: str, **environment: str) -> str:
-    """What a command of SLURM says."""
+    """Return the output of a SLURM command."""
     set_here = {
         "SLURM_CONF": str(slurm / "slurm.conf"),
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -116,18 +116,18 @@ def submitted(slurm: Path, words: list[str], **environment: str) -> str:
 
 
 def state(slurm: Path, job: str) -> dict[str, str]:
-    """What SLURM knows of a job, by its names for it."""
+    """Return SLURM's fields of a job."""
     words = asked(slurm, "scontrol", "show", "job", job).split()
     return dict(word.split("=", 1) for word in words if "=" in word)
 
 
 def nodes(slurm: Path) -> dict[str, str]:
-    """What each node does, such as ``idle``; a star is one that does not answer."""
+    """Return the state of each node, such as ``idle``; a star marks one that does not answer."""
     return dict(line.split() for line in asked(slurm, "sinfo", "-h", "-N", "-o", "%N %t").splitlines())
 
 
 def sending(slurm: Path) -> bool:
-    """Whether SLURM still tries to tell a node something, such as that the job it ran is over."""
+    """Return True while SLURM still sends a node a message, such as the end of its job."""
     lines = {" ".join(line.split()) for line in asked(slurm, "sdiag").splitlines()}
     return not {"Agent queue size: 0", "Agent count: 0"} <= lines
 

@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,14 @@ DENSE = [layout for layout in LAYOUTS if layout != "ep2"]
 
 
 ERRORS = {
-    ("engine.param_offload=true",): "engine.param_offload is not supported by mca",
+    (
+        "engine.param_offload=true",
+        "+engine.arguments={fp8_param:true}",
+    ): "not supported with arguments.fp8_param",
+    ("+engine.router_replay.record_file=a",): "engine.router_replay.record_file is not supported by mca",
+    (
+        "engine.router_replay.mode=R2",
+    ): "engine.router_replay.mode is 'R2', which mca does not support; set it to R3",
     ("engine.full_determinism=true",): "engine.full_determinism is not supported by mca",
     ("engine.dtype=int8",): "engine.dtype is 'int8'; expected one of float32, bfloat16, float16",
     ("+engine.arguments.recompute_granularty=full",): "unknown argument recompute_granularty; did you mean",
@@ -126,12 +133,14 @@ def logged(folder: Path, name: str, key: str) -> list[float]:
     return [json.loads(line)["data"][key] for line in lines]
 
 
+def iterations(folder: Path, name: str) -> list[dict[str, Any]]:
+    """Return what run ``name`` wrote of each iteration."""
+    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+
+
 def same_iterations(folder: Path, ours: str, theirs: str) -> list[tuple[int, bool]]:
-    """Compare the iterations of two GRPO runs; return the changes that ours sent."""
-    mine, others = (
-        [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
-        for name in (ours, theirs)
-    )
+    """Compare the iterations of two runs of GRPO or of the critic; return the changes that ours sent."""
+    mine, others = iterations(folder, ours), iterations(folder, theirs)
     assert len(mine) == len(others) == 3
     changes = [line.pop("delta", None) for line in mine]
     for line, other in zip(mine, others, strict=True):
@@ -162,6 +171,12 @@ def fsdp(request: pytest.FixtureRequest, inputs: Path) -> Path:
     rl = [] if not selected(request, test_grpo_has_the_losses_of_the_fsdp_engine) else [FSDP]
     jobs = [sft_job(inputs, "fsdp", 2, *FSDP, HF_MODEL)]
     jobs += [grpo_of(sft_job(inputs, "grpo-fsdp", 2, *options)) for options in rl]
+    if selected(request, test_the_critic_has_the_values_and_losses_of_the_fsdp_engine):
+        jobs.append(critic_of(sft_job(inputs, "critic-fsdp", 2, *FSDP)))
+    if selected(request, test_a_reward_model_as_critic_has_its_values):
+        jobs.append(critic_of(sft_job(inputs, "reward-fsdp", 2, *FSDP), model="reward"))
+    if selected(request, test_grpo_of_experts_has_the_losses_of_the_fsdp_engine):
+        jobs.append(grpo_of(sft_job(inputs, "grpo-moe-fsdp", 2, *FSDP, f"model.path={inputs}/moe")))
     if selected(request, test_lora_has_the_losses_of_the_fsdp_engine):
         lora = lora_options(inputs)
         jobs.append(sft_job(inputs, "lora-fsdp", 2, *FSDP, *lora))
@@ -175,32 +190,58 @@ def fsdp(request: pytest.FixtureRequest, inputs: Path) -> Path:
 @pytest.fixture(scope="module")
 def mca(request: pytest.FixtureRequest, inputs: Path) -> Path:
     """Run the jobs of mca's engine that the selected tests need, in one program."""
-    jobs = [layout_job(inputs, layout, HF_MODEL) for layout in layouts_of(request, "test_sft")]
-    for layout in layouts_of(request, "test_grpo"):
-        jobs.append(grpo_of(layout_job(inputs, layout, name=f"grpo-{layout}")) | {"delta": True})
-    if selected(request, test_a_killed_run_resumes_bit_for_bit, test_a_run_resumes_on_another_layout):
-        jobs += resume_jobs(inputs)
-    if selected(request, test_a_run_resumes_on_another_layout):
-        jobs.append(
-            layout_job(inputs, "dp2cp2", *RESUME, f"{FROM}={inputs}/whole/global_step_10", name="other")
-        )
-    if selected(request, test_experts_have_the_losses_of_the_fsdp_engine):
-        jobs += [layout_job(inputs, "ep2", f"model.path={inputs}/moe", name="moe-ep2")]
-        jobs += [layout_job(inputs, "tp2", f"model.path={inputs}/moe", name="moe-tp2")]
-    if selected(request, test_bf16_and_padded_rows_have_about_the_losses_of_fp32):
-        jobs += [layout_job(inputs, "dp2", "engine.dtype=bfloat16", *PADDED, name="bf16")]
-        jobs += [layout_job(inputs, "pp2", *PADDED, name="padded")]
-    if selected(request, test_lora_has_the_losses_of_the_fsdp_engine):
-        lora = lora_options(inputs)
-        jobs.append(layout_job(inputs, "tp2", *lora, name="lora"))
-        jobs.append(grpo_of(layout_job(inputs, "tp2", *lora, name="grpo-lora")) | {"adapter": True})
-    if selected(request, test_the_engine_replays_the_experts_of_the_rollout):
-        sparse_checkpoint(inputs / "sparse")
-        layouts = {"tp2": True, "cp2": True, "pp2": False}
-        jobs += [replay_job(inputs, name, packed=packed) for name, packed in layouts.items()]
+    layouts = ids_of(request, test_sft_has_the_losses_of_the_fsdp_engine)
+    jobs = [layout_job(inputs, layout, HF_MODEL) for layout in layouts]
+    jobs += [*sft_jobs(request, inputs), *rl_jobs(request, inputs), *critic_jobs(request, inputs)]
     jobs += option_jobs(inputs)
     run_jobs(inputs, jobs, mca=True)
     return inputs
+
+
+def sft_jobs(request: pytest.FixtureRequest, inputs: Path) -> Iterator[dict[str, Any]]:
+    """Yield the jobs of SFT that the selected tests need, except those of all layouts."""
+    if selected(request, test_a_killed_run_resumes_bit_for_bit, test_a_run_resumes_on_another_layout):
+        yield from resume_jobs(inputs)
+    if selected(request, test_a_run_resumes_on_another_layout):
+        saved = f"{FROM}={inputs}/whole/global_step_10"
+        yield layout_job(inputs, "dp2cp2", *RESUME, saved, name="other")
+    if selected(request, test_experts_have_the_losses_of_the_fsdp_engine):
+        yield layout_job(inputs, "ep2", f"model.path={inputs}/moe", name="moe-ep2")
+        yield layout_job(inputs, "tp2", f"model.path={inputs}/moe", name="moe-tp2")
+    if selected(request, test_bf16_and_padded_rows_have_about_the_losses_of_fp32):
+        yield layout_job(inputs, "dp2", "engine.dtype=bfloat16", *PADDED, name="bf16")
+        yield layout_job(inputs, "pp2", *PADDED, name="padded")
+    if selected(request, test_lora_has_the_losses_of_the_fsdp_engine):
+        lora = lora_options(inputs)
+        yield layout_job(inputs, "tp2", *lora, name="lora")
+        yield grpo_of(layout_job(inputs, "tp2", *lora, name="grpo-lora")) | {"adapter": True}
+
+
+def rl_jobs(request: pytest.FixtureRequest, inputs: Path) -> Iterator[dict[str, Any]]:
+    """Yield the jobs of reinforcement learning that the selected tests need."""
+    for layout in ids_of(request, test_grpo_has_the_losses_of_the_fsdp_engine):
+        yield grpo_of(layout_job(inputs, layout, name=f"grpo-{layout}")) | {"delta": True}
+    for layout in ids_of(request, test_grpo_of_experts_has_the_losses_of_the_fsdp_engine):
+        moe = layout_job(inputs, layout, f"model.path={inputs}/moe", name=f"grpo-moe-{layout}")
+        yield grpo_of(moe) | {"delta": True}
+    for case in ids_of(request, test_offloading_changes_no_bit):
+        yield from offload_jobs(inputs, case)
+    if selected(request, test_the_engine_replays_the_experts_of_the_rollout):
+        sparse_checkpoint(inputs / "sparse")
+        layouts = {"tp2": True, "cp2": True, "pp2": False}
+        yield from (replay_job(inputs, name, packed=packed) for name, packed in layouts.items())
+
+
+def critic_jobs(request: pytest.FixtureRequest, inputs: Path) -> Iterator[dict[str, Any]]:
+    """Yield the jobs of the critic that the selected tests need."""
+    for layout in ids_of(request, test_the_critic_has_the_values_and_losses_of_the_fsdp_engine):
+        job = critic_of(layout_job(inputs, layout, HF_MODEL, name=f"critic-{layout}"))
+        yield job | {"saves": f"{inputs}/critic-{layout}-saved"}
+    if selected(request, test_a_reward_model_as_critic_has_its_values):
+        yield critic_of(layout_job(inputs, "tp2", name="reward-tp2"), model="reward")
+    if selected(request, test_a_new_value_head_is_the_same_on_every_layout):
+        yield critic_of(layout_job(inputs, "tp2", name="head-tp2"), model="model")
+        yield critic_of(layout_job(inputs, "pp2", *PADDED, name="head-pp2"), model="model")
 
 
 def selected(request: pytest.FixtureRequest, *tests: Callable[..., None]) -> bool:
@@ -209,13 +250,34 @@ def selected(request: pytest.FixtureRequest, *tests: Callable[..., None]) -> boo
     return any(item.module is request.module and item.originalname in names for item in request.session.items)
 
 
-def layouts_of(request: pytest.FixtureRequest, test: str) -> list[str]:
-    """Return the layouts of this run's cases of the test whose name begins with ``test``."""
-    return [
-        item.callspec.params["layout"]
-        for item in request.session.items
-        if item.module is request.module and item.name.startswith(test) and hasattr(item, "callspec")
-    ]
+def ids_of(request: pytest.FixtureRequest, test: Callable[..., None]) -> list[str]:
+    """Return the ids of this run's cases of ``test``."""
+    items = (item for item in request.session.items if item.module is request.module)
+    return [item.callspec.id for item in items if item.originalname == test.__name__]
+
+
+def critic_of(job: dict[str, Any], *, model: str = "critic") -> dict[str, Any]:
+    """Return ``job`` as iterations of the critic that starts from ``model``."""
+    path = str(Path(job["log"]).parent / model)
+    changed = [*job["overrides"], "optim.lr_warmup_steps=0", f"model.path={path}"]
+    return job | {"kind": "critic", "iterations": 3, "overrides": changed}
+
+
+OFFLOADS: dict[str, tuple[str, ...]] = {
+    "fp32-tp2": (),
+    "bf16-dp2": ("engine.dtype=bfloat16",),
+    "bf16-dp2-each-rank-all-states": ("engine.dtype=bfloat16", "engine.use_distributed_optimizer=false"),
+}
+"""Options of GRPO runs with offload; main parameters are views of the model's buffers, shards, or full copies."""
+
+
+def offload_jobs(folder: Path, case: str) -> list[dict[str, Any]]:
+    """Return a job without and a job with offload."""
+    layout, options = case.split("-")[1], OFFLOADS[case]
+    kept = grpo_of(layout_job(folder, layout, *options, name=f"kept-{case}")) | {"delta": True}
+    offload = ("engine.param_offload=true", "engine.optimizer_offload=true")
+    moved = grpo_of(layout_job(folder, layout, *options, *offload, name=f"moved-{case}"))
+    return [kept, moved | {"delta": True, "offloads": True}]
 
 
 def grpo_of(job: dict[str, Any]) -> dict[str, Any]:
@@ -255,7 +317,7 @@ def option_jobs(folder: Path) -> list[dict[str, Any]]:
     """Return jobs that write configurations and errors."""
     search = "hydra.searchpath=[pkg://mca_train.clients.verl.config]"
     ppo = [search, "model_engine=mca", f"actor_rollout_ref.model.path={folder}/model"]
-    ppo += ["actor_rollout_ref.actor.use_dynamic_bsz=true"]
+    ppo += ["actor_rollout_ref.actor.use_dynamic_bsz=true", f"critic.model.path={folder}/model"]
     ppo += ["actor_rollout_ref.actor.engine.tensor_model_parallel_size=2"]
     sft = [*sft_overrides(folder, "errors", 1), *MCA[:-1]]
     kinds: dict[str, dict[str, Any]] = {
@@ -303,7 +365,7 @@ def test_bf16_and_padded_rows_have_about_the_losses_of_fp32(mca, fsdp):
 
 def test_the_exported_model_is_that_of_the_fsdp_engine(request, mca, fsdp):
     theirs = load_file(fsdp / "fsdp" / f"global_step_{STEPS}" / "huggingface" / "model.safetensors")
-    for layout in layouts_of(request, "test_sft"):
+    for layout in ids_of(request, test_sft_has_the_losses_of_the_fsdp_engine):
         folder = mca / layout / f"global_step_{STEPS}" / "hf"
         ours = AutoModelForCausalLM.from_pretrained(folder).state_dict()
         assert ours.keys() == theirs.keys()
@@ -333,9 +395,44 @@ def test_grpo_has_the_losses_of_the_fsdp_engine(layout, mca, fsdp):
         assert changed > 0 and equal
 
 
-def test_the_ppo_trainer_composes_actor_and_reference(mca):
+@pytest.mark.cases(0, always=["tp2"])
+@pytest.mark.parametrize("layout", DENSE)
+def test_the_critic_has_the_values_and_losses_of_the_fsdp_engine(layout, mca, fsdp):
+    """The jobs also compare the values with those of the model that they save."""
+    same_iterations(mca, f"critic-{layout}", "critic-fsdp")
+
+
+@pytest.mark.qualify
+def test_a_reward_model_as_critic_has_its_values(mca, fsdp):
+    """verl's other engines add a bias, 0 at first, which they train."""
+    ours, theirs = (iterations(mca, name)[0] for name in ("reward-tp2", "reward-fsdp"))
+    assert ours["values"] == pytest.approx(theirs["values"], rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.qualify
+def test_a_new_value_head_is_the_same_on_every_layout(mca):
+    """A language model gets a new head, which the seed decides."""
+    same_iterations(mca, "head-tp2", "head-pp2")
+
+
+@pytest.mark.cases(0, always=["ep2"])
+@pytest.mark.parametrize("layout", ["ep2", "tp2"])
+def test_grpo_of_experts_has_the_losses_of_the_fsdp_engine(layout, mca, fsdp):
+    for changed, equal in same_iterations(mca, f"grpo-moe-{layout}", "grpo-moe-fsdp"):
+        assert changed > 0 and equal
+
+
+@pytest.mark.cases(0, always=["bf16-dp2"])
+@pytest.mark.parametrize("case", OFFLOADS)
+def test_offloading_changes_no_bit(case, mca):
+    """Parameters, gradients and optimizer states go to host memory and back at each of verl's calls."""
+    assert iterations(mca, f"moved-{case}") == iterations(mca, f"kept-{case}")
+
+
+def test_the_ppo_trainer_composes_all_roles(mca):
     found = json.loads((mca / "ppo_config.json").read_text())
-    assert found == {"actor": ["McaEngineConfig", 2, False], "ref": ["McaEngineConfig", 2, True]}
+    trained = ["McaEngineConfig", 2, False]
+    assert found == {"actor": trained, "ref": ["McaEngineConfig", 2, True], "critic": trained}
 
 
 def test_what_is_not_supported_is_an_error_that_names_the_option(mca):
@@ -347,6 +444,18 @@ def test_what_is_not_supported_is_an_error_that_names_the_option(mca):
         json.loads((mca / "batch_errors.json").read_text()), BATCH_ERRORS, strict=True
     ):
         assert expected in error
+
+
+def test_a_plugin_that_cannot_be_imported_says_so(tmp_path):
+    """verl itself logs such a plugin at level debug only."""
+    program = "import sys; sys.modules['mca_train.clients.verl.engine'] = None; import verl"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert (
+        "verl cannot use the engine mca: ModuleNotFoundError: import of mca_train.clients.verl.engine"
+        in done.stderr
+    )
+    assert "VERL_USE_EXTERNAL_PLUGINS=none" in done.stderr
 
 
 def test_the_engine_replays_the_experts_of_the_rollout(mca):

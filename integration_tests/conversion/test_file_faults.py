@@ -80,7 +80,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Sources:
 
 
 def conversions(sources: Sources) -> dict[str, tuple[list[str], bool]]:
-    """What is converted, and whether the output is a directory that stands already."""
+    """Return the conversions, and True for each whose output directory already exists."""
     hf, mca = ["--checkpoint_path", str(sources.hf)], ["--checkpoint_path", str(sources.mca)]
     peft, adapter = ["--adapter_path", str(sources.peft)], ["--adapter_path", str(sources.mca_adapter)]
     return {
@@ -96,7 +96,7 @@ def conversions(sources: Sources) -> dict[str, tuple[list[str], bool]]:
 
 
 def run_all(library: Path, sources: Sources, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What `fault_runs` found for each of ``cases``."""
+    """Return the result of `fault_runs` for each of ``cases``."""
     folders = {case["folder"] for case in cases}
     environment = os.environ | {
         "LD_PRELOAD": str(library),
@@ -114,7 +114,7 @@ def run_all(library: Path, sources: Sources, cases: list[dict[str, Any]]) -> lis
 
 
 def fault_of(found: dict[str, Any], whole: dict[str, int], before: dict[str, int]) -> str | None:
-    """What is wrong with the outcome of a run; None if nothing is."""
+    """Return the problem with the outcome of a run; None: there is none."""
     lines = found["said"].splitlines()
     if "Traceback" in found["said"]:
         return "a traceback"

@@ -124,7 +124,7 @@ def models() -> Iterator[tuple[str, str, dict[str, Any]]]:
 
 
 def computed(references: list[Reference]) -> dict[str, str]:
-    """What happened to each model: ``same``, ``refused: ...`` or what is wrong. Runs on one rank."""
+    """Return the outcome for each model: ``same``, ``refused: ...`` or the difference. Runs on one rank."""
     from mca_config.errors import McaError
     from mca_models.megatron import AutoModel
 
@@ -144,7 +144,7 @@ def computed(references: list[Reference]) -> dict[str, str]:
 
 
 def of_transformers(name: str, folder: Path) -> Reference | None:
-    """What transformers computes; None where a drawn model fails in it, whose keys do not go together."""
+    """Return the logits of transformers; None if a drawn model fails there, because its keys contradict each other."""
     try:
         return make_reference(name, folder)
     except Exception:  # transformers refuses values, or fails, in ways of its own

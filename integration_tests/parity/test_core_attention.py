@@ -156,7 +156,7 @@ def test_combinations_differ() -> None:
 
 
 def dropped() -> dict[str, tuple[float, float]]:
-    """Of each core, with weights dropped: the loss, and its gradient times the values, in which it is linear."""
+    """Return the loss of each core with dropped weights, and its gradient times the values, in which it is linear."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     from mca_models.megatron.features.topk_attention import TopKSparseAttention

@@ -114,7 +114,7 @@ def test_references_are_not_trivial(tmp_path: Path) -> None:
 
 
 def sharded_names(references: list[reference.Reference], layout: str) -> list[dict[str, Any]]:
-    """What Megatron's distributed checkpoint would hold of each model. Runs on every rank."""
+    """Return the names in Megatron's distributed checkpoint of each model. Runs on every rank."""
     from megatron.core import parallel_state
 
     from mca_models.megatron import AutoModel
@@ -139,7 +139,7 @@ def test_distributed_checkpoints_cut_what_is_cut(tmp_path: Path) -> None:
 
 
 def norm_keys(cases: list[str]) -> list[tuple[set[str], set[str]]]:
-    """What the norms of each model are called in a distributed checkpoint, and in its template. Runs on a rank."""
+    """Return the names of each model's norms in a distributed checkpoint and in its template. Runs on a rank."""
     from megatron.core import parallel_state
 
     from mca_models.megatron import AutoModel

@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def scores(checkpoint: Path, task: str) -> torch.Tensor:
-    """Of every token, by transformers."""
+    """Return the scores of every token, by transformers."""
     import transformers
 
     model = (

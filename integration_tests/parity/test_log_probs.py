@@ -26,7 +26,7 @@ differ as much. Of these logits log-probabilities are within 1e-5, as is tested.
 
 
 def expected(reference: Reference, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Of every token of the reference's rows, from transformers' logits."""
+    """Return the log-probabilities of the reference's rows, from transformers' logits."""
     log_p = (reference.logits.double() / temperature).log_softmax(-1)
     zeros = torch.zeros(len(log_p), 1)
     chosen = log_p[:, :-1].gather(-1, reference.input_ids[:, 1:, None]).squeeze(-1)
@@ -168,7 +168,7 @@ def test_gradients_are_those_of_whole_logits(width: int, vocab: int) -> None:
 
 
 def measured(entropy: bool) -> tuple[int, int]:
-    """What a call needs, and what its chunk predicts. Runs on one rank.
+    """Return the memory of a call, and the prediction for its chunk. Runs on one rank.
 
     Of three calls the middle one: where others compute, a look at the memory may come between its two numbers.
     """

@@ -30,7 +30,7 @@ def settings_in(adapter: Path, **changes: Any) -> Path:
 
 
 def continued(base: Path, adapter: Path) -> dict[str, Any]:
-    """What is trained of an adapter of `peft`, and what training leaves as it was. Runs on one rank."""
+    """Return the trained parameters of an adapter of `peft`, and the unchanged ones. Runs on one rank."""
     from mca_models.megatron import AutoModel
     from mca_models.megatron.peft import load_adapter
     from mca_train import McaTrainer
@@ -83,7 +83,7 @@ def test_tensors_that_peft_saves_by_itself_are_kept(tmp_path: Path) -> None:
 
 
 def refused(base: Path, sft: Path, folder: Path) -> list[str]:
-    """What is reported of adapters without what the base model lacks. Runs on one rank."""
+    """Return the errors of adapters with parameters that the base model lacks. Runs on one rank."""
     import peft
 
     from mca_models.megatron import AutoModel

@@ -69,7 +69,7 @@ def test_most_of_the_sample_is_trained(net: Net) -> None:
 
 @pytest.fixture(scope="module")
 def small(request: pytest.FixtureRequest) -> dict[str, Verdict]:
-    """Of the cases that faults spoil, without and with them, and of those that are known."""
+    """Return the verdicts of cases that faults break, without and with the faults, and of known cases."""
     names = needed(request, "name")
     faults = {name: case for name, (_, case, _) in FAULTS.items() if name in names}
     cases = [replace(case, fault=fault) for name, case in faults.items() for fault in ("", name)]
@@ -100,8 +100,7 @@ def test_what_was_found_before_is_right(name: str, small: dict[str, Verdict]) ->
 @pytest.mark.qualify
 def test_it_runs_by_itself() -> None:
     command = [sys.executable, "-m", "net", "0", "0"]
-    ran = subprocess.run(
-        command, cwd=Path(__file__).parents[1] / "support", capture_output=True, text=True, timeout=300
-    )
+    folder = Path(__file__).parents[1] / "support"
+    ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stderr
     assert "0 right" in ran.stdout

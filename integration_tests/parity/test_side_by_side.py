@@ -149,7 +149,7 @@ def evaluations(checkpoint: Path, folder: Path) -> list[float]:
 
 
 def trained_parts(checkpoint: Path, folder: Path) -> list[set[bool]]:
-    """Of a vision-language model, whether its language and its vision train, by the trainer that was made first."""
+    """Return True for the language and the vision part if the trainer that was made first trains it."""
     from mca_train import McaTrainer
 
     first = make_trainer(checkpoint, folder / "first", freeze=["vision", "projector"])

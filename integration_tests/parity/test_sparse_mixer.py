@@ -39,7 +39,7 @@ def noise(like: Tensor, size: float) -> Tensor:
 
 
 class Drawn:
-    """What transformers asks torch for, which draws in it."""
+    """Torch functions that transformers calls, with draws."""
 
     def __init__(self, like: Tensor) -> None:
         self.like = like

@@ -107,7 +107,7 @@ UNREFUSED = (
 
 
 def unrefused(references: list[Reference], folder: Path) -> dict[str, tuple[Any, Any]]:
-    """What is said of each, by mca and without it by Transformer Engine; and of sinks that are not refused."""
+    """Return the errors of each case, by mca and, without it, by Transformer Engine; and those of supported sinks."""
     from mca_models.megatron.factory import limits
 
     def others(config: Any) -> list[Any]:
@@ -145,7 +145,7 @@ def test_what_is_refused_transformer_engine_refuses_or_computes_wrongly(tmp_path
 
 
 def log_probabilities(reference: Reference) -> list[Any]:
-    """Of packed rows, over local layers and in each way over Transformer Engine's. Runs on every rank."""
+    """Return log-probabilities of packed rows, by local and Transformer Engine layers. Runs on every rank."""
     import torch
 
     from mca_models.megatron import AutoModel

@@ -64,7 +64,7 @@ def test_resuming_under_delayed_scaling_changes_no_bit(checkpoint: Path, tmp_pat
 
 
 def under_blocks(checkpoint: Path, folder: Path, recipe: str) -> tuple[dict[str, Any], list[float]]:
-    """What a run that is resumed logs under a recipe of blocks, and its losses without fp8."""
+    """Return the log of a resumed run with a recipe of blocks, and its losses without fp8."""
     from transformer_engine.pytorch import quantization
 
     quantization._MXFP8_SUPPORT = (True, "")  # not an H100, then
@@ -88,7 +88,7 @@ def test_scales_of_blocks_leave_losses_near_and_nothing_to_keep(
 
 
 def refusals(folder: Path) -> list[str]:
-    """What is said of matrices that fp8 cannot take, of a GPU without a recipe; and of layers that stay in bf16."""
+    """Return the errors of matrices that fp8 cannot take and of a GPU without a recipe, and the layers in bf16."""
     from mca_models.megatron import AutoModel, platform
     from mca_models.megatron.platform import _device
 
@@ -121,7 +121,7 @@ def test_what_fp8_cannot_compute_is_named_before_training(tmp_path: Path) -> Non
 
 
 def begun_anew(model: Path, folder: Path, **changes: Any) -> list[str]:
-    """What a run up to a step that is saved, or on from there, says of ranges that it begins anew. Runs on a rank."""
+    """Return the messages about new ranges of a run up to a saved step, or resumed from there. Runs on a rank."""
     checkpoint = folder / "checkpoint-2"
     resume = str(checkpoint) if checkpoint.exists() else None
     settings = FP8 | {"moe_grouped_gemm": False, "save_strategy": "steps", "save_steps": 2} | changes

@@ -25,7 +25,7 @@ LOCAL = {"transformer_impl": "local"}
 
 
 def anatomy(model: Any) -> dict[str, dict[str, Any]]:
-    """What a model is made of on this rank, by canonical name: shape and marks; and what a checkpoint of it holds."""
+    """Return shape and marks of a model's parameters on this rank, by canonical name, and those in its checkpoint."""
     from megatron.core import parallel_state
 
     marks = (
@@ -57,7 +57,7 @@ def anatomy(model: Any) -> dict[str, dict[str, Any]]:
 
 
 def measure(references: list[Reference], layout: str, folder: Path) -> list[dict[str, Any]]:
-    """Of every model: what its anatomy has otherwise than local layers, its classes and logits. Runs on every rank."""
+    """Return each model's differences from local layers, its classes and logits. Runs on every rank."""
     computed = compute(references, layout, folder)
     return [
         {"logits": logits, **compared(each, layout)}
@@ -91,7 +91,7 @@ Measured = tuple[Path, dict[Case, list[dict[str, Any]]]]
 
 @pytest.fixture
 def by_rank(case: Case, measured: Measured, request: pytest.FixtureRequest) -> list[dict[str, Any]]:
-    """What the ranks found of one model, which local layers take too on this layout."""
+    """Return the results of the ranks for one model, which local layers support too on this layout."""
     ranks = measured[1][case]
     if "refused" in ranks[0]:
         skip_unsupported(request, ranks[0]["refused"])

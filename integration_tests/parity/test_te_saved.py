@@ -1,4 +1,4 @@
-"""What Transformer Engine's modules save for their backward passes is what `plan.te_layers` counts, by their source.
+"""Tensors that Transformer Engine's modules save for backward passes: `plan.te_layers` against their source.
 
 Its kernels need a GPU; which tensors it saves is Python. A tensor more or less in a newer version fails here.
 """
@@ -64,7 +64,7 @@ def names(values: list[ast.expr]) -> set[str]:
 
 
 def kept(node: ast.AST) -> set[str]:
-    """What a function saves, or hands to who saves it."""
+    """Return the tensors that a function saves, or passes to the function that saves them."""
     found = set()
     for part in ast.walk(node):
         if isinstance(part, ast.Call):

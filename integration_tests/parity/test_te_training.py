@@ -144,7 +144,7 @@ def test_the_masters_of_a_precision_aware_optimizer_go_on(
 
 
 def alone(model: Path, folder: Path) -> dict[str, Any]:
-    """What one rank finds out about Transformer Engine's optimizers."""
+    """Return the findings of one rank about Transformer Engine's optimizers."""
     precise = ZERO | PRECISE
     changes = {"max_steps": 4, "at": 2, "gradient_accumulation_steps": 1}
     sgd = stop_and_resume(model, folder / "sgd", **changes, optimizer="sgd")

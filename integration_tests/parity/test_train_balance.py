@@ -81,7 +81,7 @@ def weighted(weight: float, *, reported: bool = True) -> Any:
 
 @dataclass(frozen=True)
 class Rank:
-    """What a rank has after a step.
+    """State of a rank after a step.
 
     Args:
         logged: Losses of its MTP layer.
@@ -315,7 +315,7 @@ def test_what_depends_on_how_tokens_are_dealt_is_the_same_every_time(dealt: Path
 
 
 def moved_biases(checkpoint: Path, run: Path) -> torch.Tensor:
-    """How far those of the first layer with any have moved; what later layers are given depends on what it drops."""
+    """Return the change of the first router biases; inputs of later layers depend on dropped tokens."""
     before, after = read(checkpoint), read(run / "gradients")
     first = min(name for name in before if "e_score_correction_bias" in name)
     return (after[first] - before[first]).sign()

@@ -141,7 +141,7 @@ def peft_in_plain_torch(checkpoint: Path, folder: Path) -> dict[str, list[float]
 
 
 def warnings(checkpoint: Path, output: Path, adapter: Path) -> list[list[str]]:
-    """What is said of an adapter that was trained before, without and with dropout, and of a new model."""
+    """Return the warnings about a trained adapter, without and with dropout, and about a new model."""
     from mca_train.trainer import reference
 
     found = []
@@ -175,7 +175,7 @@ def test_a_trained_adapter_and_dropout_are_warned_of(adapter, checkpoint, tmp_pa
 
 
 def losses_against_trained(checkpoint: Path, output: Path) -> list[float]:
-    """Of a model compared with itself, after another trainer of the reference has set what its own loss is made of."""
+    """Return the losses of a model against itself, after another trainer of the reference has set its options."""
     from mca_models import AutoModel
     from mca_models.megatron.log_probs.vocabulary import TokenValues
     from mca_train import DpoTrainer, McaTrainer
@@ -259,7 +259,7 @@ def test_the_trained_model_is_no_reference_but_without_its_adapter(checkpoint, t
 
 
 def kept_in_rounds(checkpoint: Path, output: Path) -> dict[str, int]:
-    """How many steps of the reference were run by trainers of one model in one directory, one after the other."""
+    """Return the reference's steps in successive trainers of one model in one directory."""
     from mca_models import AutoModel
     from mca_train import DpoTrainer
     from mca_train.checkpoint.output_lock import OutputLock

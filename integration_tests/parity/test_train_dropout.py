@@ -1,4 +1,4 @@
-"""Which ranks drop the same values: those that hold the same activations, and no others."""
+"""Ranks that drop the same values: those with the same activations, and no others."""
 
 from pathlib import Path
 from typing import Any
@@ -113,7 +113,7 @@ def restored(folder: Path) -> dict[str, Any]:
         parallel.seed_device(3, parallel.start(layout))
         here: Any = groups.current_ranks(layout)
         nothing: Any = None
-        TrainingState(nothing, nothing, here, RunPosition()).load_rng(folder / checkpoint)
+        TrainingState(nothing, nothing, here, RunPosition()).load_rng(folder / checkpoint, drops=True)
         return torch.rand(4).tolist(), own
 
     parallel.seed_device(3, parallel.start(one))
@@ -158,7 +158,7 @@ def test_tensor_ranks_drop_alike_after_a_run_on_replicas(checkpoint, tmp_path):
 
 
 def resumed(checkpoint: Path, output: Path) -> dict[str, Any]:
-    """What `stop_and_resume` finds of a run that draws experts."""
+    """Return the result of `stop_and_resume` for a run that draws experts."""
     import torch
 
     with patch.object(sparse_mixer, "exponential", lambda like: torch.empty_like(like).exponential_()):

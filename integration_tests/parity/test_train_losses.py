@@ -181,7 +181,7 @@ def test_chunks_take_less_memory_than_whole_logits(tmp_path):
 
 
 def told_in_python(checkpoint: Path, output: Path) -> list[str]:
-    """What the trainer says of arguments that Hugging Face's would take, and of wrong ones."""
+    """Return the trainer's messages about arguments that Hugging Face's accepts, and about wrong ones."""
     import transformers
 
     from mca_config.errors import McaError
@@ -359,7 +359,7 @@ def test_a_step_without_a_target_moves_nothing(checkpoint, tmp_path):
 
 
 def without_any_target(checkpoint: Path, output: Path) -> list[tuple[list[str], dict[str, float]]]:
-    """What a run says that has nothing to learn, with the loss of tokens and with another; its last log."""
+    """Return the messages of a run without targets, with the token loss and with another, and its last log."""
     from mca_train import McaTrainer
 
     class Other(McaTrainer):

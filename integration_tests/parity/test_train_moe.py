@@ -238,7 +238,7 @@ def of_config_json(checkpoints: dict[str, Path], output: Path) -> dict[str, list
 
 
 def made_with_a_coefficient(case: str, folder: Path, made: Any) -> Path:
-    """What ``made`` writes to ``folder``, whose ``config.json`` asks for the loss."""
+    """Return the files that ``made`` writes to ``folder``, whose ``config.json`` asks for the loss."""
     from safetensors import safe_open
 
     made(folder)

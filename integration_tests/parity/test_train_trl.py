@@ -81,7 +81,7 @@ def write(path: Path, columns: dict[str, list[Any]]) -> None:
 
 
 def with_mca(folder: Path, grid: list[tuple[str, str]]) -> dict[tuple[str, str], Logged]:
-    """What ``mca-train`` logs, of each kind and layout. Runs on every rank."""
+    """Return the logs of ``mca-train``, of each kind and layout. Runs on every rank."""
     return {
         (kind, layout): quietly(
             lambda kind=kind, layout=layout: mca_trained(folder, kind, layout, LAYOUTS[layout])
@@ -194,7 +194,7 @@ RESUMED: dict[str, dict[str, Any]] = {
 
 
 def resumed(folder: Path, kinds: list[str]) -> list[tuple[Logged, Logged]]:
-    """Of each kind a whole run, and one that goes on from its middle on another layout. Runs on every rank."""
+    """Return, for each kind, a full run and one that resumes from its middle on another layout. Runs on every rank."""
     found = []
     for kind in kinds:
         run = RESUMED[kind] | {"lora_rank": 4, "lora_alpha": 8}

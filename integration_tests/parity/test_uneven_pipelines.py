@@ -29,7 +29,7 @@ CASES = ("llama-tied", "qwen3_moe")
 
 
 def differences(references: list[Reference], size: int, folder: Path) -> dict[tuple[str, str], float]:
-    """Of the logits of every model on every split of so many ranks, through a checkpoint of that very split.
+    """Return the differences of the logits of every model on every split, through a checkpoint of that split.
 
     Runs on every rank.
     """
@@ -53,7 +53,7 @@ def differences(references: list[Reference], size: int, folder: Path) -> dict[tu
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, str], float]]:
-    """What every rank finds."""
+    """Return the differences of all ranks."""
     folder = tmp_path_factory.mktemp("splits")
     references = [make_reference(case, folder) for case in CASES]
     return [of_rank for size in (2, 3) for of_rank in run_ranks(size, differences, references, size, folder)]

@@ -140,14 +140,16 @@ def _frozen_in_python(model: Any, reported: Any) -> str:
 
 
 def refused(reference: Mixed) -> list[str]:
-    """What a trainer says of its arguments; of two stages only the first has the vision model. Runs on every rank."""
+    """Return the trainer's errors; of two stages only the first has the vision model. Runs on every rank."""
     from mca_config.errors import McaError
     from mca_models.megatron import AutoModel
     from mca_models.megatron.peft import get_peft_model
     from mca_train.engine.param_groups import select_trained_parts
 
     def reported(model: Any, **given: Any) -> str:
-        unset = dict.fromkeys(("freeze", "vision_learning_rate", "projector_learning_rate"))
+        unset = dict.fromkeys(
+            ("freeze", *(f"{part}_learning_rate" for part in ("vision", "audio", "projector")))
+        )
         args = SimpleNamespace(**{**unset, "overlap_param_gather": False, **given})
         try:
             select_trained_parts(model, args)
@@ -173,7 +175,7 @@ def refused(reference: Mixed) -> list[str]:
 
 def test_parts_that_cannot_be_trained_raise_an_error_on_every_rank(tmp_path: Path) -> None:
     both = run_ranks(2, refused, mixed("qwen2_5_vl", tmp_path))
-    gather = "overlap_param_gather is not supported with a trained vision tower"
+    gather = "overlap_param_gather is not supported with a trained vision or audio tower"
     one_rate = "vision_learning_rate: an adapter has one learning rate"
     on = "freeze: the adapter is on language; remove it from freeze"
     expected = ["", "vision_learning_rate: vision is frozen", gather, *[""] * 3, gather, one_rate, on, ""]

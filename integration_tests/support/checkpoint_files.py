@@ -1,4 +1,4 @@
-"""What directories of checkpoints hold, and what the factory writes of one that it has read."""
+"""Contents of checkpoint directories, and the files that the factory writes after reading one."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What a step for CUDA waits for: what it may, how it is found out (see `fake_cuda`), and faults that must be seen."""
+"""Waits of a step for CUDA: allowed ones, their detection (see `fake_cuda`), and faults that must be found."""
 
 import json
 import os
@@ -47,7 +47,7 @@ def plant(fault: str) -> Iterator[None]:
 
 
 def waits_of(folder: Path, cases: dict[str, dict[str, Any]], timeout: int) -> dict[str, Any]:
-    """What the steps of ``cases`` wait for, one after the other in a process of its own; of those that fail, why."""
+    """Return the waits of the steps of ``cases``, one by one in a separate process, or the error of a failed one."""
     driver = folder / f"no_driver_{len(list(folder.iterdir()))}.so"
     build = ["cc", "-shared", "-fPIC", "-Wall", "-Werror", "-Wl,-soname,libcuda.so.1"]
     subprocess.run([*build, "-o", driver, HERE / "no_driver.c"], check=True)

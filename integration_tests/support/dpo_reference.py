@@ -28,7 +28,7 @@ def pairs(count: int = PAIRS) -> Any:
 
 
 def log_probability(model: Any, item: Any, side: str) -> tuple[torch.Tensor, int]:
-    """Of an answer, and its tokens."""
+    """Return the log-probability of an answer, and the number of its tokens."""
     ids, labels = item[f"{side}_input_ids"], item[f"{side}_labels"][1:]
     found = model(ids[None], use_cache=False).logits[0, :-1].log_softmax(-1)
     mask = labels != -100

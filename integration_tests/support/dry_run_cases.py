@@ -109,14 +109,15 @@ LORA = {"lora_rank": 4, "lora_target_modules": ["q_proj", "down_proj"]}
 
 
 def be_no_rank() -> None:
-    """What a process of the harness does not know of itself, as the one of ``mca-train plan``."""
+    """Hide from a process of the harness that it is a rank, as in ``mca-train plan``."""
     for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         os.environ.pop(variable, None)
 
 
 def prepared(folder: Path, kind: str, changes: dict[str, Any], world_size: int) -> Any:
     """The checked run."""
-    from mca_train.run.rules import check, make_settings
+    from mca_train.run.rules import check
+    from mca_train.run.settings import make_settings
     from mca_train.tasks.table import TASKS
 
     values = {

@@ -169,7 +169,7 @@ def _held(lengths: Sequence[int], size: int, rank: int) -> Tensor:
 
 
 def _seen(mine: Tensor, theirs: Tensor, lengths: Sequence[int], window: tuple[int, int]) -> Tensor:
-    """Which of ``theirs`` each of ``mine`` sees, by their places in the whole."""
+    """Return the mask of ``theirs`` that each of ``mine`` attends to, by their positions in the full sequence."""
     of = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     past = mine[:, None] - theirs[None, :]
     seen = (past >= 0) & (of[mine][:, None] == of[theirs][None, :])

@@ -56,7 +56,7 @@ def product(module: Any, x: Tensor, weight: Tensor, gemm: int = 0, *, first: boo
 
 
 def is_first() -> bool:
-    """Whether no module has asked before in this forward pass: once for each call of a module."""
+    """Return True for the first request of a module in this forward pass: once for each call of a module."""
     from transformer_engine.pytorch.module.linear import _check_fp8_reduce_and_update
 
     return bool(_check_fp8_reduce_and_update())

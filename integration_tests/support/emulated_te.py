@@ -88,7 +88,7 @@ def install() -> None:
 
 
 def _fused_ropes() -> dict[Any, Callable[..., Tensor]]:
-    """What rotates in one kernel, which reads angles one row behind the other, whatever their strides."""
+    """Return the functions that rotate in one kernel, which reads angles row by row, whatever their strides."""
     from megatron.core.extensions import transformer_engine as of
     from megatron.core.models.common.embeddings import rope_utils
 
@@ -148,7 +148,7 @@ def _choose_as_on_a_gpu() -> None:
 
 
 def _entered(self: Any, x: Tensor) -> Tensor:
-    """What enters a linear that is cut by columns: all tokens, each rank's gradient summed."""
+    """Return the input of a column-parallel linear: all tokens, with the gradients of all ranks summed."""
     from megatron.core.tensor_parallel import mappings as of
 
     ways = of.gather_from_sequence_parallel_region, of.copy_to_tensor_model_parallel_region
@@ -156,7 +156,7 @@ def _entered(self: Any, x: Tensor) -> Tensor:
 
 
 def _left(self: Any, y: Tensor) -> Tensor:
-    """What leaves a linear that is cut by rows: the sum over ranks."""
+    """Return the output of a row-parallel linear: the sum over ranks."""
     from megatron.core.tensor_parallel import mappings as of
 
     ways = of.reduce_scatter_to_sequence_parallel_region, of.reduce_from_tensor_model_parallel_region

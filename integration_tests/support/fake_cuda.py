@@ -126,7 +126,7 @@ def pretend() -> ExitStack:
 
 
 def wait_of(func: Any, args: Sequence[Any], options: Mapping[str, Any], out: Any) -> str | None:
-    """What a GPU would be waited for by ``func``; None if it would not be."""
+    """Return the reason why ``func`` would wait for a GPU; None if it would not."""
     tensors = [leaf for leaf in _pytree.tree_leaves((args, options)) if isinstance(leaf, torch.Tensor)]
     if func.namespace == "c10d":
         if any(tensor.device.type != "cuda" for tensor in tensors) and where() not in _OVER_GLOO:
@@ -155,7 +155,7 @@ def wait_of(func: Any, args: Sequence[Any], options: Mapping[str, Any], out: Any
 
 
 def _fills(args: Sequence[Any], options: Mapping[str, Any]) -> bool:
-    """Whether a number on the host is written: by one mask torch fills, which 2.11 calls an index."""
+    """Return True if a host number is written, which torch 2.11 calls an index when it fills by one mask."""
     accumulates = options.get("accumulate", len(args) > 3 and args[3])
     return len(args) > 2 and args[2].numel() == 1 and not args[2].is_cuda and not accumulates
 
@@ -165,7 +165,7 @@ def _is_tensor(value: object) -> bool:
 
 
 def images_in(run: Any, images: dict[str, int] | None) -> Any:
-    """Of each sequence, those of a model that takes one size only of that size."""
+    """Return the images of each sequence; a model with one image size gets only that size."""
     from mca_train.plan.vision_memory import VisionTower
     from mca_train.run.plan_input import planned_images
 
@@ -179,7 +179,7 @@ def images_in(run: Any, images: dict[str, int] | None) -> Any:
 def step_of(
     folder: Path, kind: str, changes: dict[str, Any], planted: str = "", images: dict[str, int] | None = None
 ) -> dict[str, int]:
-    """What one step of a run waits for."""
+    """Return the waits of one step of a run."""
     from cuda_waits import plant
     from dry_run_cases import prepared
     from mca_models import AutoModel
@@ -187,9 +187,8 @@ def step_of(
     from mca_train.dry_run import step
     from mca_train.dry_run.fake_process_group import fake_process_group, replace_moved_parameters
     from mca_train.dry_run.fake_values import FakeValues
-    from mca_train.dry_run.modules import ModuleNames
-    from mca_train.dry_run.routing import convert_known_values, route_evenly
-    from mca_train.dry_run.tracker import Tracker
+    from mca_train.dry_run.samples import convert_known_values, route_evenly
+    from mca_train.dry_run.tracker import ModuleNames, Tracker
 
     class Watch(Tracker):
         """Notes what waits, once `restart` was called."""
@@ -244,7 +243,7 @@ def main() -> None:
 
 
 def run() -> dict[str, Any]:
-    """What each case waits for, or why it failed."""
+    """Return the waits of each case, or its error."""
     from mca_models.megatron import platform
     from mca_models.megatron.platform.compile_at_import import without_compile
 

@@ -1,4 +1,4 @@
-"""Where a process calls the C library on files, and the one of these calls that fails; `faults.c` asks.
+"""Calls of a process to the C library on files, and the one of them that fails; `faults.c` asks for it.
 
     with watched(reported, Fault("mkdir 0/out 1f0c...", nth=1, error=errno.EIO)):
         ...
@@ -33,7 +33,7 @@ _ROOTS = (f"{Path(__file__).parents[2]}/", f"{sysconfig.get_path('stdlib')}/")
 
 
 class Site(NamedTuple):
-    """What is known of a site; its name says function, kind of file and code."""
+    """Call site; its name has function, kind of file and code."""
 
     name: str
     times: int
@@ -41,7 +41,7 @@ class Site(NamedTuple):
 
     @classmethod
     def all_of(cls, reported: dict[str, Any]) -> list["Site"]:
-        """Those of a run, by name."""
+        """Return the sites of a run, by name."""
         return [cls(name, len(where), where[0]) for name, where in sorted(reported.items())]
 
     @property
@@ -50,7 +50,7 @@ class Site(NamedTuple):
         return int(self.name.rpartition(" ")[2], 16)
 
     def turn(self, number: int) -> int:
-        """Which of the calls is the first (0), the one in the middle (1) or the last (2)."""
+        """Return the index of the first (0), the middle (1) or the last (2) call."""
         return (1, (self.times + 1) // 2, self.times)[number]
 
 
@@ -92,7 +92,7 @@ def watched(reported: Path, fault: Fault | None) -> Iterator[None]:
 
 
 def heard(reported: Path) -> dict[str, list[str]]:
-    """Where each site that was called is, as often as it was; nothing where nothing was watched."""
+    """Return the sites in the order of calls, repeated by their counts; empty if nothing was watched."""
     found: defaultdict[str, list[str]] = defaultdict(list)
     for line in reported.read_text().splitlines() if reported.exists() else ():
         site, where = json.loads(line)
@@ -106,7 +106,7 @@ def _kind(path: str, roots: list[str]) -> str:
 
 
 def code_of(frame: Any) -> str:
-    """What leads to ``frame``, function by function and line by line from where each begins."""
+    """Return the path to ``frame``: each function, with the line from its beginning."""
     stack = hashlib.blake2b(digest_size=8)
     while frame is not None:
         code = frame.f_code
@@ -125,7 +125,7 @@ def named(file: str) -> str:
 
 
 def lot(*words: object) -> bytes:
-    """Where a thing stands in a sample's order, whichever other things there are."""
+    """Return the position of an item in a sample's order, independent of the other items."""
     return hashlib.blake2b(repr(words).encode(), digest_size=8).digest()
 
 

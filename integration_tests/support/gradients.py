@@ -187,7 +187,7 @@ def compute_all(cases: Sequence[Case], folder: Path) -> Computed:
 
 
 def is_trained(name: str) -> bool:
-    """Whether a tensor of this name gets a gradient: a router's bias, a buffer, and an indexer do not."""
+    """Return True if a tensor with this name gets a gradient; a router's bias, a buffer and an indexer do not."""
     return not name.endswith(UNTRAINED) and not any(part in name for part in (".indexer.", ".index_"))
 
 

@@ -126,7 +126,7 @@ def run_ranks(
 
 @dataclass(frozen=True)
 class _Call:
-    """What every rank of one ``run_ranks`` does."""
+    """Arguments of one ``run_ranks`` on every rank."""
 
     size: int
     fn: Callable[..., Any]
@@ -286,7 +286,7 @@ def _results(ranks: list[_Rank], timeout: float) -> list[Any]:
 
 
 def _cause(ranks: list[_Rank], stories: list[str]) -> str:
-    """What the rank says that failed first, in one line: all that a list of failed tests shows."""
+    """Return the error of the rank that failed first, in one line, for a list of failed tests."""
     failed = [rank for rank in ranks if rank.outcome is None or rank.outcome[0] != "result"]
     first = min(failed, key=lambda rank: rank.ended or math.inf)
     title, *said = stories[first.number].splitlines()

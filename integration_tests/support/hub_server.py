@@ -19,7 +19,7 @@ TOKEN = "hf_secret"
 
 @dataclass
 class Hub:
-    """What is served, and what was asked for.
+    """Served files, and the requests for them.
 
     Args:
         folders: The files of ``org/model`` by revision.
@@ -188,7 +188,7 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(data[: self._cut(len(data))])
 
     def _cut(self, size: int) -> int | None:
-        """Where a download of this size ends early; only once."""
+        """Return the size at which a download ends early; only once."""
         cut = self.hub.cut_at
         if cut is None or size <= cut or "/resolve/" not in self.path:
             return None

@@ -1,4 +1,4 @@
-"""What Kubernetes lets stand in the manifests of ``examples/kubernetes``, as far as they use it; `problems` checks it.
+"""Kubernetes's schema of the manifests in ``examples/kubernetes``, as far as they use it; `problems` checks it.
 
 The facts are from the definitions of the two resources: ``PyTorchJob`` in ``kubeflow/training-operator``,
 ``manifests/base/crds/kubeflow.org_pytorchjobs.yaml``, and ``JobSet`` in ``kubernetes-sigs/jobset``,
@@ -103,7 +103,7 @@ KINDS = {
 
 
 def problems(manifest: dict[str, Any]) -> list[str]:
-    """What the server would refuse, each by the path of its field."""
+    """Return the problems that the server would report, each with the path of its field."""
     kind = manifest.get("apiVersion"), manifest.get("kind")
     if kind not in KINDS:
         return [f"{kind} is none of {sorted(KINDS)}"]

@@ -23,7 +23,7 @@ Found = tuple[torch.Tensor, dict[str, torch.Tensor] | None] | str
 
 
 def gradients(jobs: list[tuple[Path, Path, str]], **settings: Any) -> list[Found]:
-    """Of each adapter on its base and layout. Runs on every rank."""
+    """Return the gradients of each adapter on its base and layout. Runs on every rank."""
     from mca_models.megatron import AutoModel
     from mca_models.megatron.peft import load_adapter
 
@@ -39,7 +39,7 @@ def gradients(jobs: list[tuple[Path, Path, str]], **settings: Any) -> list[Found
 
 @dataclass(frozen=True)
 class Expected:
-    """What ``peft`` makes of a case."""
+    """Result of ``peft`` for a case."""
 
     base: Path
     adapter: Path

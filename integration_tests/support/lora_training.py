@@ -104,7 +104,7 @@ def _forward_step(iterator: Any, model: Any) -> tuple[torch.Tensor, Callable[...
 
 
 def adapter_of(base: Path, folder: Path, settings: dict[str, Any], *, train: bool = True) -> dict[str, Any]:
-    """What ``peft`` makes of ``settings`` on the model in ``base``: directories and logits before and after."""
+    """Return ``peft``'s adapter of ``settings`` on the model in ``base``: directories, logits before and after."""
     import peft
     import transformers
 
@@ -126,7 +126,7 @@ def adapter_of(base: Path, folder: Path, settings: dict[str, Any], *, train: boo
 
 
 def loaded_logits(base: Path, adapter: Path) -> torch.Tensor:
-    """Of plain transformers with ``peft``."""
+    """Return the logits of plain transformers with ``peft``."""
     import peft
     import transformers
 
@@ -147,7 +147,7 @@ def peft_gradients(base: Path, adapter: Path) -> dict[str, torch.Tensor]:
 
 
 def adapter_gradients(lora: Any) -> dict[str, torch.Tensor]:
-    """Of the trained tensors of a ``PeftModel`` by their names in its file, after one backward pass."""
+    """Return the gradients of a ``PeftModel``'s trained tensors by their names in its file, after one backward pass."""
     batch = tokens()
     logits = lora(batch, use_cache=False).logits[:, :-1]
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()).backward()

@@ -118,7 +118,7 @@ class Difference:
 
     @property
     def small(self) -> bool:
-        """Whether the curves are the same."""
+        """Return True if the curves are the same."""
         return max(self.loss, self.evaluation) < TOLERANCE and self.grad_norm < GRADIENT_TOLERANCE
 
 
@@ -149,7 +149,7 @@ class CurvesOf:
         return run_ranks(size, train_losses, checkpoint, self._folder / "out", timeout=600, **(run | changes))
 
     def difference(self, name: str) -> Difference:
-        """Of one curve of `ALL`."""
+        """Return the difference of one curve of `ALL`."""
         model = name.partition("/")[0]
         size, changes = ALL[name]
         single, found = self.single(model), self._run(size, model, changes)

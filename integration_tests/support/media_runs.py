@@ -43,8 +43,6 @@ def run_training(
         "logging_steps": 1,
         "save_strategy": "no",
         "learning_rate": RATE,
-        "vision_learning_rate": RATE,
-        "projector_learning_rate": RATE,
         "freeze": [],
         "lr_scheduler_type": "constant",
         "train_sampling_strategy": "sequential",

@@ -1,4 +1,4 @@
-"""How much memory a piece of code needs."""
+"""Measurement of the memory that code needs."""
 
 import ctypes
 import gc
@@ -11,7 +11,7 @@ MIB = 1 << 20
 
 
 class _Mallinfo(ctypes.Structure):
-    """What glibc's ``mallinfo2`` returns."""
+    """Result of glibc's ``mallinfo2``."""
 
     _fields_ = [
         (name, ctypes.c_size_t)

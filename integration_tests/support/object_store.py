@@ -35,7 +35,7 @@ OF_THE_USER = (
 
 @dataclass
 class Store:
-    """What is served, and what was asked for.
+    """Served objects, and the requests for them.
 
     Args:
         objects: Contents by ``bucket/key``.
@@ -51,7 +51,7 @@ class Store:
     """Method, path and range of each request."""
 
     def environment(self) -> dict[str, str]:
-        """What leads both clients to this server."""
+        """Return the environment that leads both clients to this server."""
         return {
             "AWS_ENDPOINT_URL": self.address,
             "AWS_ACCESS_KEY_ID": "key",
@@ -66,14 +66,14 @@ class Store:
         }
 
     def bodies(self, name: str) -> int:
-        """How often the contents of an object that ends so were asked for."""
+        """Return the number of requests for the contents of an object with this ending."""
         of_files = [
             path for method, path, _ in self.asked if method == "GET" and not path.startswith("/storage/")
         ]
         return sum(path.endswith(name) for path in of_files)
 
     def problem(self, name: str) -> str | None:
-        """Why the object ``bucket/key`` cannot be had, in S3's words."""
+        """Return S3's error about the object ``bucket/key``."""
         if self.refuses:
             return "AccessDenied"
         if name in self.objects:

@@ -20,7 +20,7 @@ LOADED["precise"] = ZERO | PRECISE | HALF | BF16
 def after_loading(
     checkpoint: Path, output: Path, cases: dict[str, dict[str, Any]] = LOADED
 ) -> dict[str, bool]:
-    """Whether a step at rate 0 leaves weights that were loaded under the optimizer after another step."""
+    """Return True if a step at rate 0 keeps weights that were loaded under the optimizer after another step."""
     found = {}
     for name, changes in cases.items():
         trainer = make_trainer(checkpoint, output / name, max_steps=1, warmup_steps=0, count=8, **changes)

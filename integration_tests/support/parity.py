@@ -39,7 +39,7 @@ class Measured:
 
 
 def is_sparse(case: str) -> bool:
-    """Whether the model of ``case`` has experts."""
+    """Return True if the model of ``case`` has experts."""
     return any(CASES[case][1].get(key) for key in _EXPERTS)
 
 
@@ -71,7 +71,7 @@ def measure_all(references: list[Reference], layouts: list[str]) -> dict[tuple[s
 
 
 def matrix(cases: Iterable[str], layouts: Iterable[str]) -> dict[tuple[str, str], Measured]:
-    """What ``measure_all`` finds, the worst of all ranks."""
+    """Return the largest differences of ``measure_all`` over all ranks."""
     found: dict[tuple[str, str], Measured] = {}
     by_size: dict[int, list[str]] = {}
     for layout in layouts:

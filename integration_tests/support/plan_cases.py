@@ -368,7 +368,8 @@ WITHIN, OF_SAMPLE = 0.10, 0.05
 
 def checked(name: str, folder: str) -> Any:
     """The checked run of a case."""
-    from mca_train.run.rules import check, make_settings
+    from mca_train.run.rules import check
+    from mca_train.run.settings import make_settings
     from mca_train.tasks.table import TASKS
 
     _, kind, world_size, _ = CASES[name]
@@ -377,20 +378,6 @@ def checked(name: str, folder: str) -> Any:
     findings = check(TASKS[kind], settings, lambda *_: world_size)
     assert not findings.impossible
     return findings.run
-
-
-def planned_totals(models: str) -> dict[str, list[int]]:
-    """Return the planned bytes of each stage of every case; ``models`` has a folder for each model."""
-    from mca_train.plan.memory import plan_layout
-    from mca_train.run.plan_input import make_plan_input, planned_images
-
-    found = {}
-    for name, case in CASES.items():
-        run = checked(name, f"{models}/{case[0]}")
-        plan_input = make_plan_input(run, "local", images=planned_images(run))
-        plan = plan_layout(plan_input, run.settings.training, run.layout, run.world_size)
-        found[name] = [needs.total for needs in plan.stages]
-    return found
 
 
 def plan_and_dry_run(name: str, folder: str, stage: int) -> tuple[int, list[int]]:

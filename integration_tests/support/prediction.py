@@ -99,7 +99,7 @@ class WithPrediction(torch.nn.Module):
         )
 
     def logits(self, input_ids: torch.Tensor) -> list[torch.Tensor]:
-        """Of the next token, then of the one after it, and so on: ``[b, s, vocab]`` each."""
+        """Return the logits of the next token, of the one after it, and so on: ``[b, s, vocab]`` each."""
         inner = self.main.model
         before: list[torch.Tensor] = []
         hook = inner.norm.register_forward_pre_hook(lambda norm, args: before.extend(args))
@@ -143,7 +143,7 @@ class WithPrediction(torch.nn.Module):
         return path
 
     def _saved(self, layer: Any, path: Path) -> dict[str, torch.Tensor]:
-        """As transformers would save ``layer`` if it were the decoder's last, which takes experts apart."""
+        """Return the tensors of ``layer`` as transformers saves the decoder's last layer, with separate experts."""
         last = self.main.config.num_hidden_layers - 1
         number = self._number([*self.layers].index(layer))
         alone = copy.deepcopy(self.main)

@@ -1,4 +1,4 @@
-"""Which experts each token is sent to, by transformers and by the factory on any layout."""
+"""Experts of each token, by transformers and by the factory on any layout."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ Experts = dict[int, Tensor]
 
 @contextmanager
 def recorded_experts(model: Any, batch: int) -> Iterator[Experts]:
-    """What the experts of a transformers model are given in one forward pass, by layer."""
+    """Record the inputs of the experts of a transformers model in one forward pass, by layer."""
     found: Experts = {}
     halves = 2 if hasattr(model.config, "zero_expert_num") else 1  # a layer is two of ours
 
@@ -67,7 +67,7 @@ class Compared:
     layers: list[int] = field(default_factory=list)
 
     def problem(self) -> str | None:
-        """What is wrong with the routing, None if nothing is."""
+        """Return the problem with the routing; None: there is none."""
         if self.misrouted:
             return (
                 f"{self.misrouted} of {self.routed} tokens are sent to other experts, in layers {self.layers}"
@@ -99,7 +99,7 @@ def compare(models: Any, reference: Any) -> Compared:
 
 
 def own_tokens(models: Any, x: Tensor) -> Tensor:
-    """What of ``[batch, seq, ...]`` a router of this rank sees, as ``[seq, batch, ...]``."""
+    """Return the part of ``[batch, seq, ...]`` that a router of this rank sees, as ``[seq, batch, ...]``."""
     from mca_models.megatron.distributed import parallel
     from mca_models.megatron.layers.zigzag import take_rank_tokens
 

@@ -1,4 +1,4 @@
-"""What the process of a rank takes for a step, and what the dry run says of it."""
+"""Memory that a step adds to the process of a rank, and the prediction of the dry run."""
 
 import json
 from pathlib import Path
@@ -57,10 +57,9 @@ def stepped(run: Any) -> tuple[int, StepNeeds]:
     """The same of a run, and what the tracker counts of its step."""
     from mca_models import AutoModel
     from mca_train.batching.loaders import iterate_steps
-    from mca_train.dry_run.modules import ModuleNames
-    from mca_train.dry_run.routing import route_evenly
+    from mca_train.dry_run.samples import route_evenly
     from mca_train.dry_run.step import Modes, build, measure
-    from mca_train.dry_run.tracker import Tracker
+    from mca_train.dry_run.tracker import ModuleNames, Tracker
 
     with memory.peak() as found:
         modes = Modes(Tracker(ModuleNames()))

@@ -68,7 +68,7 @@ KINDS = {"save": saved, "resume": resumed, "export": exported}
 
 
 def outcome(case: dict[str, Any], rank: int, reported: Path) -> dict[str, Any]:
-    """What came of a run on this rank, whose calls go to ``reported``."""
+    """Return the outcome of a run on this rank, whose calls go to ``reported``."""
     from mca_config.errors import McaError
 
     run = KINDS[case["what"]](case)
@@ -148,7 +148,7 @@ def told_if_it_hangs(file: Path) -> Iterator[None]:
 
 
 def does_nothing(pid: int) -> bool:
-    """Whether no thread of a process, or of one that it has started, computes or waits for a disk."""
+    """Return True if no thread of a process or of its children computes or waits for a disk."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
         for task in Path(f"/proc/{pid}/task").iterdir():
             if (task / "stat").read_text().rpartition(")")[2].split()[0] in "RD":

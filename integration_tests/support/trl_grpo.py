@@ -38,7 +38,7 @@ class Rollout:
 
 
 def by_trl(folder: Path, run: dict[str, Any], loss: str) -> dict[str, list[float]]:
-    """What TRL logs."""
+    """Return the logs of TRL."""
     import datasets
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
@@ -92,7 +92,7 @@ def by_trl(folder: Path, run: dict[str, Any], loss: str) -> dict[str, list[float
 
 
 def by_mca(folder: Path, output: Path, run: dict[str, Any], loss: str) -> dict[str, list[float]]:
-    """What a trainer of ours logs. Runs on every rank."""
+    """Return the logs of mca's trainer. Runs on every rank."""
     from mca_config import TrainingArguments
     from mca_models import AutoModel
     from mca_models.megatron.log_probs.vocabulary import TokenValues

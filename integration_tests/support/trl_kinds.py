@@ -1,4 +1,4 @@
-"""What TRL's trainers and ``mca-train`` are reported, so that both run the same training."""
+"""Arguments of TRL's trainers and of ``mca-train`` for the same training."""
 
 import json
 import os
@@ -163,7 +163,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Theirs:
-    """What TRL says.
+    """Results of TRL.
 
     Args:
         logged: By its trainers, of each kind.
@@ -218,7 +218,7 @@ def trl_trainer(folder: Path, kind: Kind, name: str) -> Any:
 
 
 def classified(folder: Path, kind: Kind, name: str) -> Logged:
-    """What transformers' own Trainer logs."""
+    """Return the logs of transformers' own Trainer."""
     import torch
     from transformers import (
         AutoModelForSequenceClassification,
@@ -246,7 +246,7 @@ def classified(folder: Path, kind: Kind, name: str) -> Logged:
 
 
 def mca_trained(folder: Path, name: str, layout: str, sizes: dict[str, Any]) -> Logged:
-    """What ``mca-train`` logs. Runs on every rank."""
+    """Return the logs of ``mca-train``. Runs on every rank."""
     kind = KINDS[name]
     if kind.task == "grpo":
         run = RUN | {key: value for key, value in sizes.items() if key != "replicas"}
@@ -264,7 +264,8 @@ def mca_trainer(folder: Path, name: str, layout: str, sizes: dict[str, Any]) -> 
     from mca_train.checkpoint.output_lock import OutputLock
     from mca_train.config.model import launcher_world_size
     from mca_train.run.inputs import read_inputs
-    from mca_train.run.rules import check, make_settings
+    from mca_train.run.rules import check
+    from mca_train.run.settings import make_settings
     from mca_train.run.train import make_trainer
     from mca_train.tasks.table import TASKS
 

@@ -13,6 +13,8 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2ForSequenceClassification,
+    Qwen2ForTokenClassification,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
@@ -38,7 +40,7 @@ MOE = Qwen3MoeConfig(**SIZES, head_dim=16, num_experts=4, num_experts_per_tok=2,
 
 
 def write_inputs(folder: Path) -> None:
-    """Write ``folder/model``, an ``adapter`` of it, ``folder/moe`` and ``folder/train.parquet``."""
+    """Write models, an ``adapter`` of ``folder/model``, and ``folder/train.parquet``."""
     drawn = random.Random(0)
 
     def text(low: int, high: int) -> str:
@@ -52,7 +54,11 @@ def write_inputs(folder: Path) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token=SPECIAL[2], pad_token=SPECIAL[0])
     tokenizer.chat_template = CHAT
     torch.manual_seed(0)
-    for name, model in (("model", Qwen2ForCausalLM(Qwen2Config(**SIZES))), ("moe", Qwen3MoeForCausalLM(MOE))):
+    made = {"model": Qwen2ForCausalLM(Qwen2Config(**SIZES)), "moe": Qwen3MoeForCausalLM(MOE)}
+    torch.manual_seed(1)
+    made |= {"critic": Qwen2ForTokenClassification(Qwen2Config(**SIZES, num_labels=1))}
+    made |= {"reward": Qwen2ForSequenceClassification(Qwen2Config(**SIZES, num_labels=1, pad_token_id=0))}
+    for name, model in made.items():
         tokenizer.save_pretrained(folder / name)
         model.save_pretrained(folder / name)
     base = Qwen2ForCausalLM.from_pretrained(folder / "model")

@@ -39,13 +39,18 @@ def start() -> None:
 
 def sft(job: dict[str, Any]) -> None:
     """Run verl's SFT trainer."""
-    from hydra import compose, initialize_config_module
     from verl.trainer.sft_trainer import run_sft
 
     os.environ["VERL_FILE_LOGGER_PATH"] = job["log"]
+    run_sft(_sft_config(job))
+
+
+def _sft_config(job: dict[str, Any]) -> Any:
+    """Return the configuration of verl's SFT trainer with the overrides of ``job``."""
+    from hydra import compose, initialize_config_module
+
     with initialize_config_module("verl.trainer.config", version_base=None):
-        config = compose("sft_trainer_engine", overrides=job["overrides"])
-    run_sft(config)
+        return compose("sft_trainer_engine", overrides=job["overrides"])
 
 
 def _engine_config(*overrides: str, **values: Any) -> Any:
@@ -118,26 +123,29 @@ def replay(job: dict[str, Any]) -> None:
 
 def grpo(job: dict[str, Any]) -> None:
     """Run GRPO iterations of verl's actor."""
-    from hydra import compose, initialize_config_module
-
     import verl_rl
 
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        config = compose("sft_trainer_engine", overrides=job["overrides"])
-    verl_rl.grpo(job, config)
+    verl_rl.grpo(job, _sft_config(job))
+
+
+def critic(job: dict[str, Any]) -> None:
+    """Run iterations of verl's critic."""
+    import verl_critic
+
+    verl_critic.critic(job, _sft_config(job))
 
 
 def ppo_config(job: dict[str, Any]) -> None:
-    """Compose the configuration of verl's PPO trainer and write that of the actor and the reference model."""
+    """Compose the configuration of verl's PPO trainer and write that of actor, reference model and critic."""
     from hydra import compose, initialize_config_module
     from omegaconf import open_dict
     from verl.utils.config import omega_conf_to_dataclass
 
     with initialize_config_module("verl.trainer.config", version_base=None):
-        config = compose("ppo_trainer", overrides=job["overrides"]).actor_rollout_ref
+        config = compose("ppo_trainer", overrides=job["overrides"])
     found = {}
-    for role in ("actor", "ref"):
-        node = config[role]
+    nodes = {"actor": config.actor_rollout_ref.actor, "ref": config.actor_rollout_ref.ref}
+    for role, node in (nodes | {"critic": config.critic}).items():
         with open_dict(node):
             for name in [name for name in node if name.startswith("log_prob_")]:
                 used = name.removeprefix("log_prob_")  # as verl's worker does
@@ -177,6 +185,7 @@ def batch_errors(job: dict[str, Any]) -> None:
 KINDS = {
     "sft": sft,
     "grpo": grpo,
+    "critic": critic,
     "replay": replay,
     "ppo_config": ppo_config,
     "errors": errors,

@@ -27,11 +27,11 @@ PROMPTS, ANSWERS, LENGTH = 4, 2, 12
 """Prompts of an iteration, answers to each, and tokens of an answer."""
 
 
-def new_worker(config: DictConfig) -> TrainingWorker:
-    """Return a worker of the engine in ``config`` with the loss of verl's actor."""
+def new_worker(config: DictConfig, model_type: str = "language_model") -> TrainingWorker:
+    """Return an initialized worker of the engine in ``config``, without a loss."""
     worker = TrainingWorker(
         TrainingWorkerConfig(
-            model_type="language_model",
+            model_type=model_type,
             model_config=omega_conf_to_dataclass(config.model),
             engine_config=omega_conf_to_dataclass(config.engine),
             optimizer_config=omega_conf_to_dataclass(config.optim),
@@ -41,6 +41,12 @@ def new_worker(config: DictConfig) -> TrainingWorker:
     )
     worker.optimizer_config.total_training_steps = config.trainer.total_training_steps
     worker.reset()
+    return worker
+
+
+def new_actor(config: DictConfig) -> TrainingWorker:
+    """Return a worker of the engine in ``config`` with the loss of verl's actor."""
+    worker = new_worker(config)
     actor = ActorConfig(
         strategy=config.engine.strategy,
         rollout_n=ANSWERS,
@@ -52,7 +58,7 @@ def new_worker(config: DictConfig) -> TrainingWorker:
     return worker
 
 
-def rollout(model: torch.nn.Module, iteration: int) -> TensorDict:
+def rollout(model: Any, iteration: int) -> TensorDict:
     """Return sampled answers to random prompts, padded as verl's rollout pads them; the same on every rank."""
     torch.manual_seed(iteration)
     lengths = torch.randint(3, 9, (PROMPTS,))
@@ -88,13 +94,20 @@ COMMON = {"temperature": 0.8, "use_dynamic_bsz": False, "micro_batch_size_per_gp
 
 def infer(worker: TrainingWorker, batch: TensorDict, **options: Any) -> list[torch.Tensor]:
     """Return log-probabilities and entropies ``[2, samples, tokens]`` of the answers of each replica."""
+    return outputs(worker, batch, ("log_probs", "entropy"), calculate_entropy=True, **options)
+
+
+def outputs(
+    worker: TrainingWorker, batch: TensorDict, names: tuple[str, ...], **options: Any
+) -> list[torch.Tensor]:
+    """Return the model's outputs ``[names, samples, tokens]`` for the answers of each replica."""
     engine = worker.engine
     data = left_right_2_no_padding(batch.clone())
-    tensordict_utils.assign_non_tensor(data, calculate_entropy=True, compute_loss=False, **COMMON, **options)
+    tensordict_utils.assign_non_tensor(data, compute_loss=False, **COMMON, **options)
     output = worker.infer_batch(data)
-    found = torch.zeros(2, *batch["responses"].shape)
+    found = torch.zeros(len(names), *batch["responses"].shape)
     if engine.is_mp_src_rank_with_outputs():
-        for number, name in enumerate(("log_probs", "entropy")):
+        for number, name in enumerate(names):
             found[number] = no_padding_2_padding(output[name], data).float()
     by_rank = [torch.zeros_like(found) for _ in range(dist.get_world_size())]
     dist.all_gather(by_rank, found)
@@ -102,6 +115,26 @@ def infer(worker: TrainingWorker, batch: TensorDict, **options: Any) -> list[tor
     dist.all_gather_object(ranks, (engine.get_data_parallel_rank(), engine.is_mp_src_rank_with_outputs()))
     by_replica = {replica: values for (replica, has), values in zip(ranks, by_rank, strict=True) if has}
     return [by_replica[replica] for replica in range(engine.get_data_parallel_size())]
+
+
+def update(worker: TrainingWorker, data: TensorDict, names: tuple[str, ...]) -> dict[str, list[float]]:
+    """Train two epochs on this replica's part ``data``; return the metrics ``names`` where verl reports them."""
+    total = PROMPTS * ANSWERS
+    tensordict_utils.assign_non_tensor(
+        data,
+        global_batch_size=total,
+        mini_batch_size=total,
+        epochs=2,
+        seed=0,
+        dataloader_kwargs={"shuffle": False},
+        compute_loss=True,
+        **COMMON,
+    )
+    updated = worker.train_mini_batch(data)
+    if updated is None:
+        return {}
+    metrics = tensordict_utils.get(updated, "metrics")
+    return {name: np.asarray(metrics[name], dtype=np.float64).ravel().tolist() for name in names}
 
 
 def iterate(worker: TrainingWorker, batch: TensorDict, *, lora: bool) -> dict[str, Any]:
@@ -121,26 +154,11 @@ def iterate(worker: TrainingWorker, batch: TensorDict, *, lora: bool) -> dict[st
     if lora:
         batch["ref_log_prob"] = infer(worker, batch, no_lora_adapter=True)[rank][0]
     data = left_right_2_no_padding(batch)
-    total = PROMPTS * ANSWERS
-    tensordict_utils.assign_non_tensor(
-        data,
-        calculate_entropy=True,
-        global_batch_size=total,
-        mini_batch_size=total,
-        epochs=2,
-        seed=0,
-        dataloader_kwargs={"shuffle": False},
-        compute_loss=True,
-        **COMMON,
-    )
-    updated = worker.train_mini_batch(data)
-    whole = torch.cat(policy, 1).double()
-    values = {"log_probs": whole[0].sum(1).tolist(), "entropy": whole[1].sum(1).tolist()}
-    if updated is None:
-        return values
-    metrics = tensordict_utils.get(updated, "metrics")
+    tensordict_utils.assign_non_tensor(data, calculate_entropy=True)
     names = ("loss", "grad_norm", "actor/pg_loss", "actor/entropy_loss", "kl_loss")
-    return values | {name: np.asarray(metrics[name], dtype=np.float64).ravel().tolist() for name in names}
+    reported = update(worker, data, names)
+    whole = torch.cat(policy, 1).double()
+    return {"log_probs": whole[0].sum(1).tolist(), "entropy": whole[1].sum(1).tolist()} | reported
 
 
 class DeltaReceiver:
@@ -192,18 +210,41 @@ def check_adapter(worker: TrainingWorker) -> None:
     assert not adapter
 
 
+def check_offload(worker: TrainingWorker) -> None:
+    """Check that after training verl has moved everything to host memory, and that a use moves back its part only."""
+    from mca_train.clients.verl.offload import gradient_storages, model_storages, optimizer_storages
+
+    engine = worker.engine
+
+    def held() -> list[bool]:
+        groups = (model_storages(engine._pipeline), gradient_storages(engine._pipeline))
+        groups += (optimizer_storages(engine._pipeline, engine.optimizer),)
+        assert all(groups)
+        return [any(each.nbytes() for each in group.values()) for group in groups]
+
+    assert held() == [False, False, False]
+    engine.to("cpu")  # a second time changes nothing
+    next(engine.get_per_tensor_param()[0])
+    assert held() == [True, False, False]
+    engine.to("cpu", model=True, optimizer=False, grad=False)
+    assert held() == [False, False, False]
+
+
 def grpo(job: dict[str, Any], config: DictConfig) -> None:
     """Run iterations of GRPO and write a line of JSON for each to ``job["log"]``."""
     initialize_global_process_group()
-    worker = new_worker(config)
+    worker = new_actor(config)
     model = AutoModelForCausalLM.from_pretrained(config.model.path).eval()
     receiver = DeltaReceiver(worker) if job.get("delta") else None
     lines = []
     for iteration in range(job["iterations"]):
         if not config.model.lora_rank:  # FSDP merges into bf16, from which other tokens would be drawn
             weights, _ = worker.engine.get_per_tensor_param()
-            model.load_state_dict({name: tensor.float() for name, tensor in weights})
+            sent = {name: tensor.float() for name, tensor in weights}
+            model = type(model).from_pretrained(None, config=model.config, state_dict=sent).eval()
         line = iterate(worker, rollout(model, iteration), lora=config.model.lora_rank > 0)
+        if job.get("offloads"):
+            check_offload(worker)
         if receiver is not None:
             line["delta"] = receiver.receive()
         if job.get("adapter"):

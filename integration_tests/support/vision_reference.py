@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "packages" / "mca-models" / "
 import tiny_vision
 
 import omni_reference
+import tiled_reference
 from mca_models.media import ImageSpan, attention_ends, feature_rows_of_batch, positions
 
 LENGTH, IMAGE, VIDEO = 24, 65, 66
@@ -39,8 +40,14 @@ VIDEOS_ALONE = ("glm4v-", "glm4v_moe-")
 """Models whose videos have the placeholder of images, and which transformers runs with one of both alone."""
 VIDEO_ROWS: tuple[tuple[tuple[int, int], ...], ...] = (((3, 0), (9, 2)), (), ((2, 3), (18, 0)), ())
 """Each row's media of the small size: where they begin, and how many frames a video has; 0: an image."""
+LONE_VIDEO_ROWS: tuple[tuple[tuple[int, int], ...], ...] = (((1, 0), (14, 2)), (), ((2, 3), (10, 0)), ())
+"""The same of LLaVA-OneVision, whose images are the only ones of their rows and have more tokens."""
 SECONDS = (1.5, 0.3)
 """From one frame to the next of each video."""
+ONE_SIZE = ("internvl", "gemma3", "llava", "deepseek_vl", "llama4", "cohere2_vision", "aya_vision")
+"""Begin the names of cases whose images are all of one size."""
+ALONE = ("idefics3", "smolvlm")
+"""The same, where transformers takes a batch of tiles for each row; here each tile is one of its own."""
 TOKENS_PER_SECOND = 4  # the default of Qwen 2.5 VL
 
 
@@ -66,7 +73,7 @@ class Mixed:
 
 
 def places(case: str) -> tuple[tuple[ImageSpan, ...], ...]:
-    """Where the images of each row are; InternVL's tiles and Gemma's images are all of one size."""
+    """Return the positions of each row's images; InternVL's tiles and Gemma's images have one size."""
     if case.startswith(omni_reference.OMNI):
         return omni_reference.places(case)
     if case.endswith(WITH_VIDEOS):
@@ -84,21 +91,26 @@ def places(case: str) -> tuple[tuple[ImageSpan, ...], ...]:
             )
             for row in ROWS
         )
-    tiled = case.startswith(
-        ("internvl", "gemma3", "llava", "deepseek_vl", "llama4", "cohere2_vision", "aya_vision")
-    )
+    if case.startswith(tiled_reference.CASES):
+        return tiled_reference.places(case)
+    tiled = case.startswith((*ONE_SIZE, *ALONE))
     return tuple(tuple(ImageSpan(start, *(SMALL if tiled else size)) for start, size in row) for row in ROWS)
 
 
 def _video_places(case: str) -> tuple[tuple[ImageSpan, ...], ...]:
-    """A video of Qwen 2 VL is one span; later families put text between its frames."""
+    """A video of Qwen 2 VL and EXAONE is one span; later families put text between its frames."""
+    if case.startswith("llava_onevision"):
+        return tuple(
+            tuple(ImageSpan(start, 1, frames + 1 if frames else 10) for start, frames in row)
+            for row in LONE_VIDEO_ROWS
+        )
     seconds = iter(SECONDS)
     found = []
     for row in VIDEO_ROWS:
         spans: list[ImageSpan] = []
         for start, frames in row:
             interval = next(seconds) * TOKENS_PER_SECOND if frames and case.startswith("qwen2_5") else 1.0
-            if case.startswith("qwen2"):
+            if case.startswith(("qwen2", "exaone")):
                 spans.append(ImageSpan(start, *SMALL, max(frames, 1), interval))
             else:
                 spans += [ImageSpan(start + number * 5, *SMALL) for number in range(max(frames, 1))]
@@ -111,6 +123,8 @@ def _video_pixels(case: str, number: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(number)
     if case.startswith("gemma4"):
         return _pooled_videos(case, number, generator)
+    if case.startswith("llava_onevision"):
+        return _lone_media(number, generator)
     high, wide = 2 * SMALL[0], 2 * SMALL[1]
     found = {}
     of_images = [1 for _, frames in VIDEO_ROWS[number] if not frames]
@@ -176,10 +190,19 @@ def pixels(case: str, row: tuple[ImageSpan, ...], number: int) -> dict[str, torc
     if case.startswith("gemma4"):
         images, clips = ([each for each in row if each.medium == medium] for medium in ("image", "audio"))
         return _pooled(case, images, generator) | _framed(case, clips, generator)
-    if case.startswith(
-        ("internvl", "gemma3", "llava", "deepseek_vl", "llama4", "cohere2_vision", "aya_vision")
-    ):
-        return {"pixel_values": torch.randn(len(row), 3, 16, 16, generator=generator)}
+    if case.startswith(tiled_reference.CASES):
+        return tiled_reference.pixels(case, number, generator)
+    if case.startswith((*ONE_SIZE, *ALONE)):
+        alone = (1,) if case.startswith(ALONE) else ()
+        return {"pixel_values": torch.randn(len(row), *alone, 3, 16, 16, generator=generator)}
+    if case.startswith("lfm2_vl"):
+        shapes = torch.tensor([(2 * each.rows, 2 * each.columns) for each in row])
+        most = int(shapes.prod(1).max()) + 3
+        return {
+            "pixel_values": torch.randn(len(row), most, 48, generator=generator),
+            "pixel_attention_mask": (torch.arange(most) < shapes.prod(1)[:, None]).int(),
+            "spatial_shapes": shapes,
+        }
     if case.startswith("mistral3"):
         sizes = torch.tensor([(each.rows * 8, each.columns * 8) for each in row])
         high, wide = sizes.max(0).values.tolist()
@@ -195,6 +218,15 @@ def pixels(case: str, row: tuple[ImageSpan, ...], number: int) -> dict[str, torc
         "pixel_values": torch.randn(int(grid.prod(1).sum()), *patch, generator=generator),
         "image_grid_thw": grid,
     }
+
+
+def _lone_media(number: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Return LLaVA-OneVision's image and video of row ``number``."""
+    found = tiled_reference.joined_tiles([(16, 16)], generator) | {
+        "batch_num_images": torch.ones(1, dtype=torch.int64)
+    }
+    frames = max(frames for _, frames in LONE_VIDEO_ROWS[number])
+    return found | {"pixel_values_videos": torch.randn(1, frames, 3, 16, 16, generator=generator)}
 
 
 def _clips(case: str, row: tuple[ImageSpan, ...], generator: torch.Generator) -> dict[str, torch.Tensor]:
@@ -247,8 +279,8 @@ def mixed(case: str, folder: Path) -> Mixed:
     model.save_pretrained(path)
     generator = torch.Generator().manual_seed(3)
     input_ids = torch.randint(0, 64, (len(ROWS), LENGTH), generator=generator)
-    where = places(case)
-    for number, (ids, row, media) in enumerate(zip(input_ids, where, VIDEO_ROWS, strict=True)):
+    where, rows = places(case), LONE_VIDEO_ROWS if case.startswith("llava_onevision") else VIDEO_ROWS
+    for number, (ids, row, media) in enumerate(zip(input_ids, where, rows, strict=True)):
         if case.startswith(omni_reference.OMNI):
             omni_reference.write_tokens(ids, number)
             continue
@@ -258,6 +290,8 @@ def mixed(case: str, folder: Path) -> Mixed:
             is_image |= case.startswith(VIDEOS_ALONE)
             is_clip = each.medium == "audio" and case.startswith(SEEING_AND_HEARING)
             ids[each.start : each.start + each.tokens] = CLIP if is_clip else IMAGE if is_image else VIDEO
+        if case.startswith(tiled_reference.MARKED):
+            tiled_reference.write_tokens(ids, number)
     images = tuple(pixels(case, row, number) for number, row in enumerate(where))
     losses = losses_of(model, input_ids, images)
     losses.mean().backward()
@@ -271,8 +305,9 @@ def mixed(case: str, folder: Path) -> Mixed:
 def logits_of(
     model: Any, input_ids: torch.Tensor, images: tuple[dict[str, torch.Tensor], ...]
 ) -> torch.Tensor:
-    """Return the loss of each token of each row; in Qwen 3 Omni a clip depends on the padding of others."""
-    if model.config.model_type.startswith("qwen3_omni") and len(images) > 1:
+    """Return the loss of each token of each row; computed alone where padding by others counts."""
+    # a clip of Qwen 3 Omni depends on its padding, and transformers takes padding for frames of LLaVA-OneVision
+    if model.config.model_type.startswith(("qwen3_omni", "llava_onevision")) and len(images) > 1:
         rows = zip(input_ids, images, strict=True)
         return torch.cat([logits_of(model, ids[None], (each,)) for ids, each in rows])
     inputs = _for_transformers(model.config.model_type, input_ids, images)
@@ -283,7 +318,7 @@ def logits_of(
 def losses_of(
     model: Any, input_ids: torch.Tensor, images: tuple[dict[str, torch.Tensor], ...]
 ) -> torch.Tensor:
-    """Of each row, of each token but the last."""
+    """Return the losses of each row, of each token but the last."""
     logits = logits_of(model, input_ids, images)
     targets = input_ids[:, 1:].flatten()
     losses = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets, reduction="none")
@@ -312,6 +347,10 @@ def _for_transformers(
         found["mm_token_type_ids"] = 2 * (input_ids == IMAGE).int()
     elif "image_grid_thw" in found or model_type.startswith("gemma4"):
         found["mm_token_type_ids"] = (input_ids == IMAGE).int() + 2 * (input_ids == VIDEO).int()
+    elif "grids" in found:
+        del found["grids"]
+    elif "batch_num_images" in found:
+        found["batch_num_images"] = torch.tensor([len(each["image_sizes"]) for each in images if each])
     elif model_type.startswith("gemma"):
         found["token_type_ids"] = (input_ids == IMAGE).int()
     return found
@@ -332,6 +371,8 @@ def of_chunk(
     """Return a chunk's inputs for a row's images and videos: the frames of both, in the order of their tokens."""
     if "num_frames_per_video" in images:
         return _frames_of_chunk(images, ids, row)
+    if "pixel_values_videos" in images and "batch_num_images" in images:
+        return _lone_media_of_chunk(images, is_image_first=int(ids[row[0].start]) == IMAGE)
     if "video_grid_thw" not in images:
         return images
     videos = images["pixel_values_videos"]
@@ -343,6 +384,20 @@ def of_chunk(
         left[token] = left[token][4 * each.tokens :]
         grids += [(1, 2 * each.rows, 2 * each.columns)] * each.frames
     return {"pixel_values": torch.cat(found), "image_grid_thw": torch.tensor(grids)}
+
+
+def _lone_media_of_chunk(images: dict[str, torch.Tensor], *, is_image_first: bool) -> dict[str, torch.Tensor]:
+    """Return LLaVA-OneVision's image and video as media of one kind, in the order of their tokens."""
+    video = images["pixel_values_videos"]
+    media = [
+        {name: images[name] for name in ("pixel_values", "image_sizes", "batch_num_images")},
+        {
+            "pixel_values": video,
+            "image_sizes": torch.tensor([video.shape[-2:]]),
+            "batch_num_images": torch.tensor([-video.shape[1]]),
+        },
+    ]
+    return joined(tuple(media if is_image_first else reversed(media)))
 
 
 def _frames_of_chunk(
@@ -367,6 +422,13 @@ def _same_size(parts: list[torch.Tensor]) -> list[torch.Tensor]:
         return [
             torch.nn.functional.pad(part, (0, 0, 0, most - part.shape[1]), value=filled) for part in parts
         ]
+    if parts[0].dim() == 2:
+        most = max(part.shape[1] for part in parts)
+        return [torch.nn.functional.pad(part, (0, most - part.shape[1])) for part in parts]
+    if parts[0].dim() == 5:
+        most = max(part.shape[1] for part in parts)
+        padding = (0,) * 7
+        return [torch.nn.functional.pad(part, (*padding, most - part.shape[1])) for part in parts]
     if parts[0].dim() != 4:
         return parts
     high, wide = (max(part.shape[axis] for part in parts) for axis in (2, 3))

@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
-from tools.qualified import BEGIN, written
+from tools.qualified import BEGIN, END, written
 
 from source_tree import PACKAGES, ROOT, SOURCES, Source, defined, imports, report
 
@@ -87,7 +87,7 @@ def _beside_the_sources() -> list[list[Source]]:
 
 
 def missing_names(source: Source, modules: dict[str, set[str]]) -> list[str]:
-    """What `from module import name` would not find, wherever in the file it stands."""
+    """Return the names that `from module import name` would not find, anywhere in the file."""
     return [
         f"{source.module}:{node.lineno} {node.module} has no {alias.name}"
         for node in ast.walk(ast.parse(source.text))
@@ -237,17 +237,19 @@ def test_a_wrong_export_list_is_caught(names):
 
 @pytest.mark.parametrize("tier", ["run", "qualify"])
 def test_every_stage_of_ci_has_its_command(tier: str) -> None:
-    """A stage is a function of the shared script once, or a program."""
-    shared = (ROOT / ".ci" / "stages.sh").read_text()
-    functions = re.findall(r"^(\w+)\(\) \{", shared, re.MULTILINE)
-    commands = re.findall(r'stage "(?:[^"$]|\$\(.*?\))*" (\S+)', shared + (ROOT / ".ci" / tier).read_text())
-    assert len(functions) == len(set(functions))
-    assert len(commands) > 5 and set(commands) <= {*functions, "uv", "env"}
+    """A stage is a function of the scripts, or a program."""
+    text = (ROOT / ".ci" / "stages.sh").read_text() + (ROOT / ".ci" / tier).read_text()
+    functions = set(re.findall(r"^(\w+)\(\) \{", text, re.MULTILINE))
+    commands = re.findall(r'stage "(?:[^"$]|\$\(.*?\)|\$\{.*?\})*" (\S+)', text)
+    assert len(commands) == len(re.findall(r'stage "', text)) > 5
+    assert set(commands) <= {*functions, "uv", "env"}
 
 
-def test_a_qualification_replaces_the_one_before() -> None:
+def test_a_qualified_stage_replaces_its_row_and_keeps_the_others() -> None:
     page = (ROOT / "docs" / "validation" / "evidence.md").read_text()
-    once = written(page, ["passed: a", "FAILED: b"], "Commit 1:")
-    assert written(once, ["passed: c"], "Commit 2:") == written(page, ["passed: c"], "Commit 2:")
-    assert "Commit 2:\n\n- passed: c\n" in written(once, ["passed: c"], "Commit 2:")
-    assert page.partition(BEGIN)[0] == once.partition(BEGIN)[0]
+    first = written(written(page, "stage a", "failed", "commit1"), "stage b", "passed", "commit1")
+    again = written(first, "stage a", "passed", "commit2")
+    assert "| stage a | passed | commit2 |\n| stage b | passed | commit1 |\n" in again
+    assert "| stage a | failed" in first and "| stage a | failed" not in again
+    assert page.partition(BEGIN)[0] == again.partition(BEGIN)[0]
+    assert page.partition(END)[2] == again.partition(END)[2]

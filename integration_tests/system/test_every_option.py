@@ -155,6 +155,7 @@ ELSEWHERE: dict[str, str] = {
     "peak_tflops": "integration_tests/training/test_run_monitoring.py",
     "freeze": "integration_tests/training/test_train_images.py",
     "vision_learning_rate": "integration_tests/training/test_train_images.py",
+    "audio_learning_rate": "integration_tests/training/test_train_omni.py",
     "projector_learning_rate": "integration_tests/training/test_train_images.py",
     "profile": "packages/mca-train/tests/metrics/test_step_profile.py",
     "profile_step_start": "packages/mca-train/tests/metrics/test_step_profile.py",
@@ -308,7 +309,7 @@ def without_effect(models: Path, output: Path) -> tuple[list[str], bool]:
 
 
 def is_steady(checkpoint: Path, output: Path, **changes: Any) -> bool:
-    """Whether log-probabilities are the same twice."""
+    """Return True if log-probabilities are the same twice."""
     from mca_models import AutoModel
 
     model = AutoModel.from_pretrained(checkpoint, arguments(output, **changes))

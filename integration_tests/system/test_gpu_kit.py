@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.fork]
 
 
 def found_by(name: str, folder: Path, planted: bool) -> tuple[bool, list[str]]:
-    """Whether a step passes, and what it says is wrong. Runs on a rank."""
+    """Return True if a step passes, and its error otherwise. Runs on a rank."""
     from mca_models.megatron import AutoModel
 
     plain = AutoModel.from_pretrained
@@ -77,7 +77,7 @@ def one_of_each_kind() -> list[str]:
 
 
 def rehearsed(name: str, folder: Path) -> tuple[str, list[str]]:
-    """How a step ends, and what it checked. Runs on a rank."""
+    """Return the end of a step, and its checks. Runs on a rank."""
     kit = Kit("cpu", True, folder, folder / "found.json")
     if name == "kinds":  # whose processes would take themselves for ranks of this one's group
         for variable in (

@@ -1,6 +1,9 @@
 """`tools/lock.py`: strips every address from the lock, and its check can fail."""
 
 import importlib.util
+import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -55,6 +58,24 @@ def test_strip_is_idempotent_and_ignores_which_mirror_it_was():
     assert lock.strip(stripped) == stripped
     assert lock.strip(LOCK.replace(HOST, "file:///srv/mirror")) == stripped
     assert lock.strip(LOCK.replace('hash = "sha256:01"', 'hash = "sha256:01", size = 17')) == stripped
+
+
+def test_the_stripped_lock_can_be_installed_from_without_a_change(tmp_path):
+    """The commands of docs/install.md: uv exports every version and hash of a lock that has no address."""
+    for source in [ROOT / "pyproject.toml", *ROOT.glob("packages/*/pyproject.toml")]:
+        target = tmp_path / source.relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source, target)
+    before = lock.strip((ROOT / "uv.lock").read_text())
+    (tmp_path / "uv.lock").write_text(before)
+    command = ["uv", "export", "--frozen", "--quiet", "--offline", "--output-file", "locked.txt"]
+    subprocess.run(command, cwd=tmp_path, check=True, stdin=subprocess.DEVNULL)
+    assert (tmp_path / "uv.lock").read_text() == before
+    exported = set(
+        re.findall(r"^([a-z0-9._-]+)==([^ ;]+)", (tmp_path / "locked.txt").read_text(), re.MULTILINE)
+    )
+    assert len(exported) > 100
+    assert exported <= lock.versions(before)
 
 
 def test_a_changed_version_is_reported():

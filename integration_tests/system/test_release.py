@@ -1,4 +1,4 @@
-"""What a release is made of: the files of every package, with addresses, the same whoever builds them."""
+"""Files of a release: those of every package, with addresses, the same on every machine."""
 
 import hashlib
 from pathlib import Path

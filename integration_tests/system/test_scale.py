@@ -1,4 +1,4 @@
-"""What a rank does when a run starts and when it saves grows no faster than the number of ranks."""
+"""Work of a rank at the start of a run and when it saves, which grows no faster than the number of ranks."""
 
 import importlib.util
 import os

@@ -1,4 +1,4 @@
-"""Which modules of ``mca_models.megatron`` read each optional section of a model's configuration.
+"""Readers of each optional section of a model's configuration in ``mca_models.megatron`` and ``mca_train``.
 
 A feature's section belongs to the feature's own file. The other readers are listed, so that the list only gets shorter.
 """
@@ -17,7 +17,6 @@ ROOMS: Mapping[str, set[str]] = {
         "features.biased_router",
         "features.group_router",
         "features.identity_experts",
-        "features.latent_moe",
         "features.moe",
         "features.moe_with_dense_mlp",
         "features.shortcut_moe",
@@ -45,20 +44,39 @@ ROOMS: Mapping[str, set[str]] = {
     },
 }
 """The modules of each feature, which read its section."""
-OTHERS: Mapping[str, Mapping[str, str]] = {
-    "moe": {"features.mlp": "quick_gelu is fused for routed experts only"},
-    "mla": {"features.rope": "MLA has its own factor of the rotation"},
-}
+OTHERS: Mapping[str, Mapping[str, str]] = {"mla": {"features.rope": "MLA has its own factor of the rotation"}}
 """Other readers of a section, with the reason."""
+TRAINING = "mca_train"
+IN_TRAINING: Mapping[str, Mapping[str, str]] = {
+    "moe": {
+        "engine.rng": "routers draw noise",
+        "trainer.rules": "the rules of MoE arguments",
+    },
+    "mrope": {"batching.media_batch": "positions of media"},
+    "vision": {
+        "config.model_parts": "trained parts of a vision-language model",
+        "engine.param_groups": "learning rates of parts",
+        "losses.preference": "a reference model without a tower",
+        "metrics.throughput": "a frozen language model",
+        "plan.counts": "parameters of the tower",
+        "plan.vision_memory": "memory of the tower",
+        "run.rules": "keys of media",
+    },
+}
+"""Modules of mca-train that read a section, with the reason; the planner reads sizes of `templates.parts`."""
 _CONFIGURATIONS = ("config", "model")
+CLIENTS = ("mca_train.clients",)
+"""Code for programs whose configurations have sections too."""
 
 
-def readers(section: str, sources: Iterable[Source]) -> set[str]:
-    """Return the modules, below ``mca_models.megatron``, that read ``section`` of a configuration."""
+def readers(section: str, sources: Iterable[Source], root: str = ROOT) -> set[str]:
+    """Return the modules below ``root`` that read ``section`` of a configuration."""
     return {
-        source.module.removeprefix(f"{ROOT}.")
+        source.module.removeprefix(f"{root}.")
         for source in sources
-        if under(source.module, (ROOT,)) and f".{section}" in source.text
+        if under(source.module, (root,))
+        and not under(source.module, CLIENTS)
+        and f".{section}" in source.text
         for node in ast.walk(ast.parse(source.text))
         if isinstance(node, ast.Attribute) and node.attr == section and _name(node.value) in _CONFIGURATIONS
     }
@@ -75,6 +93,11 @@ def test_every_optional_section_has_a_room() -> None:
 @pytest.mark.parametrize("section", ROOMS)
 def test_a_section_is_read_by_its_feature_and_by_listed_modules(section: str) -> None:
     assert readers(section, SOURCES) == ROOMS[section] | OTHERS.get(section, {}).keys()
+
+
+@pytest.mark.parametrize("section", ROOMS)
+def test_training_reads_a_section_only_in_listed_modules(section: str) -> None:
+    assert readers(section, SOURCES, TRAINING) == {*IN_TRAINING.get(section, {})}
 
 
 def test_a_planted_reader_is_caught() -> None:

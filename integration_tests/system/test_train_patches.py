@@ -1,4 +1,4 @@
-"""What the trainer mends in Megatron, and when that is no longer needed."""
+"""The trainer's patches of Megatron, and tests that fail when a patch is no longer needed."""
 
 import inspect
 from pathlib import Path

@@ -139,10 +139,19 @@ def test_documents_use_few_dialect_words():
     assert rates.per(1000) <= limit, rates.problem("dialect words per 1,000 in documents", 1000, limit)
 
 
-def test_docstrings_open_with_a_verb_or_a_noun():
+def _other_files() -> list[tuple[Path, str]]:
+    """Return the tests, tools, benchmarks and examples with their text."""
+    folders = [ROOT / name for name in ("integration_tests", "benchmarks", "tools", "examples")]
+    folders += (ROOT / "packages").glob("*/tests")
+    return [(path, path.read_text()) for folder in folders for path in sorted(folder.rglob("*.py"))]
+
+
+@pytest.mark.parametrize("kind", ["sources", "others"])
+def test_docstrings_open_with_a_verb_or_a_noun(kind):
     rates = Rates()
-    for path, source in FILES:
-        for line, text in docstrings(source.text):
+    files = [(path, source.text) for path, source in FILES] if kind == "sources" else _other_files()
+    for path, content in files:
+        for line, text in docstrings(content):
             rates.total += 1
             if is_bad_opening(text):
                 rates.hits.append(f"{path.relative_to(ROOT)}:{line} {text.split()[0]}")

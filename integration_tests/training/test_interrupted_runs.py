@@ -86,7 +86,7 @@ def made(checkpoint: Path, output: Path, **changes: Any) -> Any:
 
 
 def reported(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What was logged, without times."""
+    """Return the log without times."""
     return [
         {key: value for key, value in line.items() if not any(word in key for word in TIMES)}
         for line in lines
@@ -107,7 +107,7 @@ def outcome(trainer: Any, output: Path) -> dict[str, Any]:
 
 
 def interrupted(checkpoint: Path, output: Path, step: int, how: str, **changes: Any) -> dict[str, Any]:
-    """What a run leaves that ended at ``step`` and then went on."""
+    """Return the results of a run that ended at ``step`` and was resumed."""
     first = made(checkpoint, output, **changes)
     first.add_callback(interruption(step, how))
     try:
@@ -138,7 +138,7 @@ def beginning_epochs_anew(checkpoint: Path, output: Path, stops: Sequence[int] =
 
 
 def going_on_after_a_pause(checkpoint: Path, output: Path) -> list[str]:
-    """What a run of one epoch lacks that a callback ended in the middle of it."""
+    """Return the missing results of a one-epoch run that a callback ended in the middle."""
     changes = {"max_steps": -1, "num_train_epochs": 1}
     first = made(checkpoint, output, **changes)
     first.add_callback(pausing(3))
@@ -170,7 +170,7 @@ def differences(
 
 
 def other_differences(checkpoint: Path, output: Path) -> list[str]:
-    """What changed in runs that are ended more than once, or by a callback."""
+    """Return the differences of runs that are ended several times, or by a callback."""
     return beginning_epochs_anew(checkpoint, output / "anew") + going_on_after_a_pause(
         checkpoint, output / "paused"
     )

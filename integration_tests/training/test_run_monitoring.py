@@ -26,7 +26,7 @@ def stopped_in_an_evaluation(
 ) -> None:
     from transformers import TrainerCallback
 
-    from mca_train.run.last_evaluation import LastEvaluation
+    from mca_train.run.train import LastEvaluation
 
     asked: list[int] = []
 
@@ -207,7 +207,7 @@ HOPELESS: dict[str, dict[str, Any]] = {
 
 
 def hopeless(checkpoint: Path, output_dir: Path, **layout: Any) -> dict[str, tuple[str, list[str]]]:
-    """What runs that cannot go on say, and the checkpoints that they leave."""
+    """Return the errors of runs that cannot continue, and their checkpoints."""
     from mca_config.errors import McaError
 
     common = {"max_steps": 30, "lr_scheduler_type": "constant", "gradient_accumulation_steps": 1}
@@ -226,7 +226,7 @@ def hopeless(checkpoint: Path, output_dir: Path, **layout: Any) -> dict[str, tup
 
 
 def broken_adapter(model: Path, adapter: Path, output_dir: Path) -> str:
-    """What a run says whose last step has made an adapter infinite."""
+    """Return the error of a run whose last step has made an adapter infinite."""
     from mca_config.errors import McaError
 
     changes = HOPELESS["large steps in the end"] | {"save_strategy": "steps", "save_steps": 1}

@@ -20,7 +20,7 @@ _STEPS = 6
 
 
 def elastic(words: list[str], mark: Path, restarts: int) -> dict[int, int]:
-    """What torchrun does for one node, on two forks; the exit codes by rank."""
+    """Run torchrun for one node, on two forks; return the exit codes by rank."""
     return agent(words, mark, _settings(max_nodes=1, nproc_per_node=2, max_restarts=restarts), kills_rank=1)
 
 

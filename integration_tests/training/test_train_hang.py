@@ -24,7 +24,7 @@ _SLOW_SECONDS = 60.0  # by the clock of the slow rank; what a busy machine takes
 
 
 class Collected(logging.Handler):
-    """What was logged; ``heard`` is made when a hang is reported."""
+    """Collected log messages; ``heard`` is set when a hang is reported."""
 
     def __init__(self, heard: Path) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Collected(logging.Handler):
 
 
 def is_of_sleep(line: str) -> bool:
-    """Whether a hang in the step is reported in which the second rank sleeps; a busy machine may add others."""
+    """Return True if a hang is reported for the step in which the second rank sleeps; a busy machine may add others."""
     return "so far" in line and f"of step {_SLEEPS} has taken" in line
 
 

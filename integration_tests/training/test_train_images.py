@@ -104,7 +104,7 @@ def _trained(folder: Path, name: str, *words: str, kind: str = "sft") -> list[di
 
 
 def _inputs(folder: Path, asked: str, pictures: tuple[str, ...], said: str) -> Row:
-    """What transformers takes of a row."""
+    """Return transformers' inputs of a row."""
     prompt = f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n"
     return _encoded(folder, prompt, pictures, f"{said}<|im_end|>\n")
 
@@ -253,7 +253,7 @@ def _stepped(folder: Path, loss: Callable[[Said, Said], torch.Tensor]) -> list[f
 
 
 def _pair_losses(folder: Path) -> list[float]:
-    """Those of DPO."""
+    """Return the losses of DPO."""
     pairs = [
         [_inputs(folder, asked, pictures, answer) for answer in _answers(said).values()]
         for asked, pictures, said in ROWS
@@ -267,7 +267,7 @@ def _pair_losses(folder: Path) -> list[float]:
 
 
 def _judged_losses(folder: Path) -> list[float]:
-    """Those of KTO, whose ``kl`` is measured on the answers to the rows before."""
+    """Return the losses of KTO, whose ``kl`` is measured on the answers to the rows before."""
     own = [_inputs(folder, *row) for row in ROWS]
     others = [_inputs(folder, *row[:2], ROWS[number - 1][2]) for number, row in enumerate(ROWS)]
     signs = torch.tensor(GOOD).float() * 2 - 1
@@ -282,7 +282,7 @@ def _judged_losses(folder: Path) -> list[float]:
 
 
 def _text_losses(folder: Path) -> list[float]:
-    """Those of a block of all texts."""
+    """Return the losses of a block of all texts."""
     text = "".join(f"{asked} {said}<|eos|>" for asked, _, said in ROWS)
     row = _encoded(folder, text, tuple(name for _, names, _ in ROWS for name in names), "")
     row["labels"] = row["input_ids"].masked_fill(row["input_ids"] == 261, -100)

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.ranks
 
 @pytest.fixture(scope="module")
 def curves(tmp_path_factory, every_case):
-    """Of more steps than an epoch has, the last of which is short."""
+    """Return the curves of more steps than an epoch has, the last of which is short."""
     run = (loss_curves.STEPS, loss_curves.COUNT) if every_case else (5, 14)
     return CurvesOf(tmp_path_factory.mktemp("curves"), *run)
 

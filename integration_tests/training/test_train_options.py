@@ -1,4 +1,4 @@
-"""What options of the optimizer and of recomputation do to the parameters."""
+"""Effects of options of the optimizer and of recomputation on the parameters."""
 
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,7 @@ def with_biases(folder: Path) -> Path:
 
 
 def decayed(checkpoint: Path, output: Path) -> tuple[set[str], set[str]]:
-    """Those that weight decay changes, and all matrices."""
+    """Return the parameters that weight decay changes, and all matrices."""
     without, _ = trained(checkpoint, output, max_steps=1, weight_decay=0.0)
     with_decay, _ = trained(checkpoint, output, max_steps=1, weight_decay=0.5)
     return moved(without, with_decay), {name for name, tensor in without.items() if tensor.dim() > 1}
@@ -75,7 +75,7 @@ def test_matrices_decay_biases_and_norms_do_not(tmp_path):
 
 
 def apart(checkpoint: Path, output: Path, **changes: Any) -> tuple[set[str], set[str]]:
-    """What moves where embedding and output have a rate of nothing, and all names."""
+    """Return the parameters that change while embedding and output have rate 0, and all names."""
     before, _ = trained(checkpoint, output, weight_decay=0.0, learning_rate=1e-12, **changes)
     after, logged = trained(checkpoint, output, weight_decay=0.0, decoupled_lr=1e-12, **changes)
     assert min(logged["learning_rate"]) > 1e-4

@@ -64,7 +64,7 @@ def test_weights_in_fp32_are_their_own_main_parameters(model, tmp_path):
 
 
 def in_half(model: Path, output_dir: Path, cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Whether the main parameters of runs in bf16 begin as the weights of the run in fp32 that they go on from."""
+    """Return True if the main parameters of bf16 runs begin as the fp32 weights of the run that they resume."""
     import torch
     from transformers import TrainerCallback
 

@@ -69,7 +69,8 @@ def _one(kit: Kit, name: str, changes: dict[str, Any]) -> tuple[float, float]:
 
 def _run_of(kit: Kit, name: str, changes: dict[str, Any]) -> Any:
     """The checked run of a configuration."""
-    from mca_train.run.rules import check, make_settings
+    from mca_train.run.rules import check
+    from mca_train.run.settings import make_settings
     from mca_train.tasks.table import TASKS
 
     folder = kit.scratch / name.replace(" ", "-")
@@ -99,7 +100,7 @@ def _run_of(kit: Kit, name: str, changes: dict[str, Any]) -> Any:
 
 
 def _maker(run: Any) -> tuple["Implementation", Any]:
-    """Whose layers, and a function that makes the trainer of the run on full samples."""
+    """Return the config of the layers, and a function that makes the trainer of the run on full samples."""
     from mca_models import AutoModel
     from mca_models.megatron.factory.transformer_config import choose_implementation
     from mca_train import McaTrainer

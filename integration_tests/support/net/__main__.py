@@ -3,8 +3,10 @@
 import os
 import sys
 import time
+from pathlib import Path
 
-import conftest  # noqa: F401  (makes what packages' tests share importable)
+sys.path.insert(0, str(Path(__file__).parents[2]))
+import conftest  # noqa: F401  (makes shared modules of the packages' tests importable)
 
 from net.drawing import draw
 from net.run import verdicts

@@ -1,4 +1,4 @@
-"""What the product has against a case before a rank is started: the only rules that the draw obeys."""
+"""Errors about a case before a rank is started: the only rules that the draw obeys."""
 
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ def require_layable(case: Case) -> tuple[Any, Any]:
 
 
 def is_admitted(case: Case) -> bool:
-    """Whether nothing is said against the case, by the configuration of Megatron either."""
+    """Return True if a case has no error, also from Megatron's configuration."""
     prepare_parent()
     from mca_models.megatron.factory.transformer_config import transformer_config
 

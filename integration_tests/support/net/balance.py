@@ -16,7 +16,7 @@ BIASES = ("e_score_correction_bias", "expert_bias")
 
 @dataclass
 class Routed:
-    """What one layer's router was given and chose, sample by sample.
+    """Inputs and choices of one layer's router, sample by sample.
 
     Args:
         logits: ``[tokens, experts]`` of each sample.
@@ -48,7 +48,7 @@ class Routers:
 
     @contextmanager
     def watched(self) -> Iterator[list[Routed]]:
-        """What each layer routes inside the block."""
+        """Record the routing of each layer inside the block."""
         found = [Routed() for _ in self.blocks]
         of_block = zip(self.blocks, found, self.depths, strict=True)
         hooks = [hook for block, routed, depth in of_block for hook in _hooks(block, routed, depth)]
@@ -123,7 +123,7 @@ def _bare(module: Any) -> Any:
 
 
 def biases(model: Any) -> dict[str, Tensor]:
-    """What moves without a gradient, by name."""
+    """Return the parameters that change without a gradient, by name."""
     named = [*model.named_buffers(), *model.named_parameters()]
     return {name: tensor for name, tensor in named if name.endswith(BIASES)}
 

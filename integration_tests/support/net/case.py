@@ -10,7 +10,7 @@ STEPS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What is trained, where and how.
+    """Model, layout and options of a training run.
 
     Args:
         seed: Of all draws.
@@ -62,7 +62,7 @@ class Case:
 
 
 def numbers(given: str, count: int) -> Sequence[int]:
-    """Those named in ``given`` (``3,17,40-60``), or the first ``count``."""
+    """Return the numbers in ``given`` (``3,17,40-60``), or the first ``count``."""
     if not given:
         return range(count)
     found: list[int] = []

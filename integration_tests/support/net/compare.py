@@ -1,4 +1,4 @@
-"""What of a case is not as on one process."""
+"""Differences of a case from one process."""
 
 from pathlib import Path
 
@@ -47,7 +47,7 @@ def largest(truth: Truth, ours: list[Ours], folder: Path) -> dict[str, float]:
 
 
 def _moved(truth: Truth) -> dict[str, Tensor]:
-    """How far each parameter went, at least as far as makes the rounding of each step's sum a right difference."""
+    """Return the change of each parameter, at least the rounding of each step's sum."""
     rounding = STEPS * torch.finfo(torch.float32).eps / MOVED
     return {
         name: (value - truth.before[name]).abs().clamp(min=rounding * float(value.abs().max()))

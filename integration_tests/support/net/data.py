@@ -1,4 +1,4 @@
-"""What a case trains and evaluates on: ragged samples, or packs that are filled to the last token."""
+"""Samples that a case trains and evaluates on: ragged ones, or packs that are filled to the last token."""
 
 from typing import Any
 

@@ -64,7 +64,7 @@ def _laid_out(rng: random.Random, case: Case) -> Iterator[Case]:
 
 
 def _ranks(rng: random.Random, sizes: dict[str, Any]) -> int:
-    """Of as many replicas as are drawn; a layout that is none stands on any number."""
+    """Return the ranks of the drawn number of replicas; an invalid layout gets any number."""
     names = {SIZE_FIELDS[axis] for axis in ("tp", "pp", "cp", "ep", "etp")}
     plain = ParallelLayout(**{name: sizes[name] for name in names & sizes.keys()})
     return smallest_world(plain) * rng.choice((1, 1, 1, 2, 2, 4))

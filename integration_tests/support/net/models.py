@@ -49,12 +49,12 @@ BY_LAYER = ("mlp_layer_types", "layer_types", "layer_rope_theta", "layers_block_
 
 
 def is_sparse(base: str) -> bool:
-    """Whether the model of ``base`` has experts."""
+    """Return True if the model of ``base`` has experts."""
     return any(FAMILY_CASES[base][1].get(key) for key in _EXPERTS)
 
 
 def sizes(rng: random.Random, base: str) -> dict[str, Any]:
-    """What differs in ``config.json``."""
+    """Return the differences in ``config.json``."""
     kind, given = FAMILY_CASES[base]
     heads, groups = rng.choice(HEADS)
     layers = rng.choice((2, 3, 4, 4, 5))
@@ -94,7 +94,7 @@ def sizes(rng: random.Random, base: str) -> dict[str, Any]:
 
 
 def _beside_hidden(rng: random.Random, found: dict[str, Any]) -> dict[str, Any]:
-    """Of families whose layers take embeddings of their own, or keys of earlier layers, of which two have their own."""
+    """Return sizes of families with per-layer embeddings or shared KV; two layers project their own."""
     shared = bool(rng.choice((0, 0, 1)))
     return {
         "hidden_size_per_layer_input": rng.choice((6, 6, 8, 5, 0)),
@@ -107,7 +107,7 @@ def _beside_hidden(rng: random.Random, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _states(rng: random.Random, given: dict[str, Any], layers: int) -> dict[str, Any]:
-    """Of families with state space layers."""
+    """Return the sizes of families with state space layers."""
     groups = next((name for name in ("mamba_n_groups", "n_groups") if name in given), None)
     if groups is None:
         return {}
@@ -131,7 +131,7 @@ def _experts(rng: random.Random, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def prediction_layers(rng: random.Random, base: str) -> int:
-    """Of families that have them; Qwen's and MiMo's have one at most."""
+    """Return the sizes of families with MTP layers; Qwen and MiMo have at most one."""
     if base not in PREDICTING:
         return 0
     return min(rng.choice((0, 1, 1, 2)), 2 if PREDICTING[base] is NUMBERED else 1)

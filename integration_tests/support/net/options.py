@@ -119,7 +119,7 @@ def layout(rng: random.Random, *, sparse: bool) -> Options:
 
 
 def split(rng: random.Random, sizes: Options, layers: int, prediction: int) -> Options:
-    """How the layers are dealt to the stages."""
+    """Return the options that assign layers to pipeline stages."""
     if (pp := sizes["pipeline_model_parallel_size"]) == 1:
         return {}
     kind = rng.choice(("even", "even", "virtual", "virtual", "string", "string", "first", "last", "account"))

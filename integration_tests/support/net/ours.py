@@ -16,7 +16,7 @@ from train_cases import history, make_trainer, quietly
 
 @dataclass
 class Ours:
-    """What a rank saw of a case.
+    """Results of a case on one rank.
 
     Args:
         refusal: What the product says against it before it trains.

@@ -34,7 +34,7 @@ FOR_RANKS = (
 
 @dataclass
 class Verdict:
-    """What came of a case.
+    """Outcome of a case.
 
     Args:
         refused: The product's line against it.
@@ -60,7 +60,7 @@ class Verdict:
 
 
 def verdicts(cases: Iterable[Case]) -> Iterator[Verdict]:
-    """Of all cases, a handful at a time."""
+    """Return the verdicts of all cases, a few at a time."""
     prepare_parent()
     for module in FOR_RANKS:
         importlib.import_module(module)
@@ -77,7 +77,7 @@ def verdicts(cases: Iterable[Case]) -> Iterator[Verdict]:
 
 
 def _refused_at_once(case: Case) -> Verdict | None:
-    """What the arguments and the layout say before a rank is started."""
+    """Return the errors of arguments and layout before a rank is started."""
     try:
         require_layable(case)
     except McaError as error:

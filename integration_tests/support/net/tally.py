@@ -1,4 +1,4 @@
-"""What came of many cases, and which options were trained."""
+"""Outcomes of many cases, and the options that were trained."""
 
 import collections
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ _EACH_ITS_OWN = ("vocab_size", "layer_types", "mlp_layer_types")
 
 
 def summary(found: Iterable[Verdict]) -> str:
-    """How many of what, and the refusals by their words."""
+    """Return the number of each outcome, and the errors by their text."""
     found = list(found)
     words: Any = collections.Counter()
     for verdict in found:

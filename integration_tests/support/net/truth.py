@@ -23,7 +23,7 @@ MTP_SCALE = 0.1
 
 @dataclass
 class Truth:
-    """What comes of a case, and where its model lies.
+    """Result of a case, and the directory of its model.
 
     Args:
         path: The model's directory.
@@ -111,7 +111,7 @@ class _Run:
         return [(_adapter_name(name), p) for name, p in self.model.named_parameters()]
 
     def tensors(self) -> dict[str, Tensor]:
-        """What is trained, and buffers that move, by name in files."""
+        """Return the trained tensors, and buffers that change, by name in files."""
         found = {name: p.detach().clone() for name, p in self.trained}
         if self.case.lora is None:
             moved = biases(self.model.main if self.case.prediction else self.model)
@@ -120,7 +120,7 @@ class _Run:
         return self._in_files(found)
 
     def _in_files(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """As transformers writes them: renamed, experts one by one, transposed."""
+        """Return the tensors as transformers writes them: renamed, experts one by one, transposed."""
         if self.case.lora is not None:
             return tensors
         from transformers.core_model_loading import revert_weight_conversion
@@ -149,7 +149,7 @@ class _Run:
         return torch.optim.AdamW(groups, lr=self.base, eps=float(self.options["adam_epsilon"]))
 
     def _share(self, step: int) -> float:
-        """Of the highest rate, in the coming step, before ``min_lr`` lifts it."""
+        """Return the fraction of the highest rate in the next step, before ``min_lr`` raises it."""
         from transformers import get_scheduler
 
         carrier = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)

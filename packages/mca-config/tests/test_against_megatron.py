@@ -27,7 +27,7 @@ from mca_config import (
     pipeline,
     pipeline_plan,
 )
-from mca_config.layout_string import parse_layout
+from mca_config.layout import parse_layout
 
 SIZES = (1, 2, 3)
 DENSE_AXES = ("tp", "cp", "dp", "pp", "tp-cp", "dp-cp", "tp-pp", "tp-dp-cp", "tp-cp-pp")

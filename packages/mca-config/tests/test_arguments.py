@@ -250,7 +250,7 @@ def test_a_number_that_yaml_left_a_string_is_read() -> None:
 
 
 def test_tp_with_ep_turns_sequence_parallel_on_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    distributing._log_sequence_parallel.cache_clear()
+    distributing._log_sequence_parallel_once.cache_clear()
     with caplog.at_level(logging.INFO):
         for _ in range(2):
             args = DistributingParallelArguments(tensor_model_parallel_size=2, expert_model_parallel_size=2)

@@ -1,4 +1,4 @@
-"""Whether a model fits a layout: every reason at once, each naming the flag."""
+"""Checks of a model on a layout: all problems at once, each with the flag."""
 
 from typing import Any
 

@@ -1,11 +1,11 @@
-"""Where layers stand: laws that hold for every plan, and examples small enough to read."""
+"""Layers of pipeline stages: laws that hold for every plan, and small examples."""
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from mca_config import McaError, ParallelLayout, PipelinePlan, pipeline_plan
-from mca_config.layout_string import parse_layout
+from mca_config.layout import parse_layout
 
 
 def layers_by_chunk(plan: PipelinePlan) -> list[list[tuple[int, ...]]]:

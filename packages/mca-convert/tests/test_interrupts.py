@@ -188,7 +188,7 @@ def test_while_it_imports(module, tmp_path: Path) -> None:
 
 
 def test_what_is_ignored_stays_ignored(tiny, tmp_path: Path, monkeypatch) -> None:
-    """As under nohup."""
+    """Ignore the signal as nohup does."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         assert signalling(monkeypatch, STAGES["writing"], signal.SIGHUP) == []

@@ -111,7 +111,7 @@ def small_disk(folder: Path, nbytes: int) -> Iterator[Path]:
 
 
 def assert_nothing_is_left(source: Path, disk: Path, capsys) -> str:
-    """What is said, in which the output has its own name and not that of the folder it is written in."""
+    """Return the messages, with the output's own name and not that of the temporary folder."""
     capsys.readouterr()
     assert main(["--checkpoint_path", str(source), "--output_path", str(disk / "out")]) == 1
     assert not any(disk.iterdir())

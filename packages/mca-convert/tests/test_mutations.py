@@ -23,7 +23,7 @@ MCA = ("mca_config.json", "iter_0000001/manifest.json", "latest_checkpointed_ite
 
 
 def places(document: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where all values of a JSON document are."""
+    """Return the paths of all values of a JSON document."""
     if isinstance(document, dict | list):
         for key, value in document.items() if isinstance(document, dict) else enumerate(document):
             yield (*path, key)

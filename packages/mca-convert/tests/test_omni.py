@@ -33,6 +33,21 @@ def test_everything_goes_both_ways(kind: str, tmp_path: Path, convert) -> None:
     assert {name for param in spoken for name in param.hf_names()} == expected
 
 
+def test_inspect_counts_each_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tiny_omni.save_whole("qwen2_5_omni", tmp_path / "source")
+    capsys.readouterr()
+    assert main(["inspect", str(source), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)["facts"]
+    counts = {"vision": 0, "audio": 0, "projector": 0}
+    for name, x in hf_tensors(source).items():
+        if "merger" in name or "audio_tower.proj" in name:
+            counts["projector"] += x.numel()
+        elif name.startswith(("thinker.visual", "thinker.audio_tower")):
+            counts["audio" if "audio_tower" in name else "vision"] += x.numel()
+    assert {part: facts[f"{part} parameters"] for part in counts} == counts
+    assert facts["audio parameters"] > 0
+
+
 @pytest.mark.parametrize("kind", tiny_omni.WHOLE)
 def test_a_changed_talker_is_another_checkpoint(kind: str, tmp_path: Path, convert) -> None:
     source = tiny_omni.save_whole(kind, tmp_path / "source")

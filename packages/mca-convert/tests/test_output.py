@@ -1,4 +1,4 @@
-"""What the commands say, where they say it, and what they replace."""
+"""Output of the commands: text, stream, and replaced files."""
 
 import io
 import json

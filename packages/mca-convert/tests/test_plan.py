@@ -53,7 +53,7 @@ def test_published_models_are_planned_in_seconds(name: str, tmp_path: Path, caps
 
 
 def quantised_bytes(hf: dict) -> int:
-    """What the files hold, summed up over the modules that transformers builds of one layer of each kind."""
+    """Return the size of the files, summed over the modules that transformers builds of one layer of each kind."""
     import torch
     import transformers
 

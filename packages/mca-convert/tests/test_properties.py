@@ -38,7 +38,7 @@ PREDICTING = {"glm4_moe", "deepseek_v3"}
 
 
 def of_states(layers: int, draw: Any) -> dict[str, Any]:
-    """What a model with state space layers has of its own, or has not."""
+    """Return the fields of a model with state space layers, or those of a model without."""
     kinds = st.sampled_from(["mamba", "moe", "attention", "mlp"])
     kept = draw(st.lists(kinds, min_size=layers, max_size=layers))
     return {**MAMBA, "layers_block_type": kept, "sliding_window": None, "tie_word_embeddings": False}

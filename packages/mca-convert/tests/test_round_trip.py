@@ -207,3 +207,21 @@ def test_a_repeated_tied_head_must_repeat_the_embedding(tiny, convert, tmp_path:
     assert main(["--checkpoint_path", str(source), "--output_path", str(tmp_path / "no")]) == 1
     assert "lm_head.weight must repeat model.embed_tokens.weight" in capsys.readouterr().err
     assert not (tmp_path / "no").exists()
+
+
+def test_a_x_k1_is_converted_as_published(tiny, convert, tmp_path: Path) -> None:
+    """Published files have no expert biases, and norms of dense layers that nothing reads."""
+    from safetensors.numpy import load_file, save_file
+
+    source = tmp_path / "published"
+    shutil.copytree(tiny("axk1"), source)
+    tensors = load_file(source / "model.safetensors")
+    kept = {name: each for name, each in tensors.items() if not name.endswith("e_score_correction_bias")}
+    norm = kept["model.layers.1.post_mlp_layernorm.weight"]
+    unread = {f"model.layers.{layer}.post_mlp_layernorm.weight": norm for layer in (0, 2)}
+    save_file(kept | unread, source / "model.safetensors", {"format": "pt"})
+    back = convert(convert(source, "mca", tp=2, pp=2), "back")
+    found = load_file(back / "model.safetensors")
+    assert found.keys() == kept.keys()
+    assert all(found[name].tobytes() == each.tobytes() for name, each in kept.items())
+    assert json.loads((back / "config.json").read_text()) == json.loads((source / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""What became of the output decides the exit code, not what became of the messages."""
+"""Exit codes depend on the output, not on the messages."""
 
 import os
 import subprocess

@@ -20,7 +20,7 @@ def clients() -> Iterator[list]:
 
 
 def started(clients: list, ranks: dict[int, int], size: int) -> dict[int, "Future[int]"]:
-    """What each rank will know, the ranks by the client that they use."""
+    """Return the state of each rank after the start, by its client."""
     pool = ThreadPoolExecutor(len(ranks))
     return {rank: pool.submit(next_attempt, clients[use], rank, size) for use, rank in ranks.items()}
 
@@ -48,7 +48,7 @@ def test_a_rank_that_comes_before_rank_0_does_not_enter_what_is_over(clients):
 
 
 class Killed(Exception):
-    """What ends a rank while it waits."""
+    """Exception that ends a rank while it waits."""
 
 
 class Dying:

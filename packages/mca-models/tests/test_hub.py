@@ -1,4 +1,4 @@
-"""What a push to the Hub deletes there and when, what it needs, and models of which no headers can be fetched."""
+"""Pushes to the Hub: deleted files and their order, requirements, and models without headers."""
 
 import logging
 import sys
@@ -207,7 +207,7 @@ def test_of_pickled_weights_no_headers_are_fetched(api, tmp_path, monkeypatch, c
     reported = f"org/old: its weights are in {shards[0]}, of which no header is fetched alone"
     with headers_only("org/old", needs_weights=False) as folder:
         assert [path.name for path in folder.iterdir()] == ["config.json"]
-    assert f"{reported}: what is planned follows from its config.json" in caplog.text
+    assert f"{reported}: the plan is made from config.json" in caplog.text
     with pytest.raises(McaError) as caught, headers_only("org/old", needs_weights=True):
         pass
     assert str(caught.value) == f"{reported}; fetch the model (hf download org/old) and name its directory"

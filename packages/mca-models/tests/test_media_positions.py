@@ -64,7 +64,7 @@ def separated(drawn: list[Piece]) -> list[Piece]:
 
 
 def parts(frames: int, model_type: str) -> int:
-    """How many spans of tokens a medium is."""
+    """Return the number of token spans of a medium."""
     return 1 if model_type.startswith("qwen2") else max(frames, 1)
 
 

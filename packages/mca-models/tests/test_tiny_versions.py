@@ -1,4 +1,4 @@
-"""Which models a release of transformers cannot be the reference of."""
+"""Models for which a release of transformers cannot be the reference."""
 
 import pytest
 import tiny_versions

@@ -115,7 +115,7 @@ ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
     "helium": ("helium", {"head_dim": 8}),
     "glm": ("glm", {}),
     "ernie4_5": ("ernie4_5", {}),
-    "hyperclovax": ("hyperclovax", {**GRANITE, "logits_scaling": 0.5}),
+    "hyperclovax": ("hyperclovax", {**GRANITE, "logits_scaling": 0.75}),
     # transformers zeroes the padding token's row as it loads this family
     "youtu": ("youtu", {**LATENT, "head_dim": 4, "pad_token_id": None}),
     "dots1": ("dots1", {**GROUPED, "sliding_window": 8, "max_window_layers": 2}),

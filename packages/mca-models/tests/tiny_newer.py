@@ -163,6 +163,10 @@ LATEST: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["conv", "full_attention", "conv", "conv"],
         },
     ),
+    "axk1": (
+        "axk1",
+        {**GROUPED, **LATENT, "head_dim": 4, "mlp_layer_types": ["dense", "sparse", "dense", "sparse"]},
+    ),
 }
 
 

@@ -29,12 +29,12 @@ def _numbers(release: str) -> tuple[int, ...]:
 
 
 def before(release: str) -> bool:
-    """Whether the transformers that is installed is older."""
+    """Return True if the installed transformers is older."""
     return _numbers(version("transformers")) < _numbers(release)
 
 
 def lacking(case: str, changes: Mapping[str, Any] | None = None) -> str | None:
-    """Why the model of ``case``, whose name starts with its type, is not to be had; None if it is.
+    """Return the reason why the model of ``case``, whose name starts with its type, is not available; None: it is.
 
     Args:
         case: Its name.
@@ -54,7 +54,7 @@ def require(case: str, changes: Mapping[str, Any] | None = None) -> None:
 
 
 def available(cases: Iterable[str]) -> list[str]:
-    """Those of ``cases`` that are to be had, for a test of many; warns of the others."""
+    """Return the available ones of ``cases``, for a test of many; warn about the others."""
     reasons = {case: lacking(case) for case in cases}
     for reason in filter(None, reasons.values()):
         warnings.warn(reason, stacklevel=2)

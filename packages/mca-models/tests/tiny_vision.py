@@ -239,6 +239,61 @@ CASES: dict[str, Case] = {
             "vision_feature_select_strategy": "full",
         },
     ),
+    "smolvlm": (
+        "smolvlm",
+        {"model_type": "llama"},
+        dict(_SIGLIP),
+        {"image_token_id": 65, "tie_word_embeddings": False},
+    ),
+    "idefics3": (
+        "idefics3",
+        {"model_type": "llama"},
+        dict(_SIGLIP),
+        {"image_token_id": 65, "tie_word_embeddings": False},
+    ),
+    "lfm2_vl": (
+        "lfm2_vl",
+        {**tiny_hf.ALIKE["lfm2"][1], "model_type": "lfm2"},
+        {
+            **{key: value for key, value in _SIGLIP.items() if key != "image_size"},
+            **{"model_type": "siglip2_vision_model", "num_patches": 9, "vision_use_head": False},
+        },
+        {"image_token_id": 65, "projector_hidden_size": 20},
+    ),
+    "ovis2": (
+        "ovis2",
+        {"model_type": "qwen2", "head_dim": 8},
+        {**_SIGLIP, "hidden_stride": 2, "vocab_size": 21, "qkv_bias": True},
+        {
+            **{"image_token_id": 65, "visual_indicator_token_ids": [66, 67, 68, 69, 64]},
+            **{"hidden_size": tiny_hf.SIZE["hidden_size"], "vocab_size": tiny_hf.SIZE["vocab_size"]},
+            "tie_word_embeddings": False,
+        },
+    ),
+    "llava_next": (
+        "llava_next",
+        {"model_type": "mistral", "sliding_window": None},
+        {**_SIGLIP, "model_type": "clip_vision_model", "patch_size": 8},
+        {"image_token_index": 65, "image_grid_pinpoints": [[16, 16], [32, 32]]},
+    ),
+    "llava_next-granite": (
+        "llava_next",
+        {"model_type": "granite", **tiny_hf.ALL["granite"][1]},
+        {**_SIGLIP, "model_type": "siglip_vision_model", "patch_size": 8, "vision_use_head": False},
+        {
+            **{"image_token_index": 65, "image_grid_pinpoints": [[16, 16], [32, 32]]},
+            **{"vision_feature_layer": [-1, -2], "vision_feature_select_strategy": "full"},
+        },
+    ),
+    "llava_onevision": (
+        "llava_onevision",
+        {"model_type": "qwen2", "head_dim": 8},
+        {**_SIGLIP, "model_type": "siglip_vision_model", "patch_size": 8, "vision_use_head": False},
+        {
+            **{"image_token_index": 65, "video_token_index": 66, "tie_word_embeddings": False},
+            **{"image_grid_pinpoints": [[16, 16], [32, 32]], "vision_aspect_ratio": "anyres_max_1"},
+        },
+    ),
     "cohere2_vision": (
         "cohere2_vision",
         {**tiny_hf.ALL["cohere2"][1], "model_type": "cohere2"},
@@ -346,7 +401,7 @@ CASES: dict[str, Case] = {
 
 
 def described(case: str, **different: Any) -> dict[str, Any]:
-    """What ``config.json`` of ``case`` would say, its text part with what is ``different``."""
+    """Return ``config.json`` of ``case``, with ``different`` values in its text part."""
     model_type, text, vision, others = CASES[case]
     return {
         "model_type": model_type,

@@ -53,6 +53,6 @@ def run(tmp_path):
 
 @pytest.fixture
 def own_threads(monkeypatch):
-    """What the command sets in its environment is gone after the test."""
+    """Restore the environment that the command changes."""
     for name in ("OMP_NUM_THREADS", "MCA_THREADS", "OMP_WAIT_POLICY"):
         monkeypatch.setenv(name, "1")

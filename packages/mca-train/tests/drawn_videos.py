@@ -19,8 +19,8 @@ def moving(frames, height=16, width=24):
     return found
 
 
-def write(path, frames=12, rate=4, height=16, width=24, codec="libx264", **options):
-    """A clip of so many frames at ``path``, whose suffix names the container."""
+def write(path, frames=12, rate=4, height=16, width=24, codec="libx264", sound=None, **options):
+    """A clip of so many frames at ``path``, whose suffix names the container, with uncompressed ``sound`` at 16 kHz."""
     import av
 
     with av.open(str(path), "w") as container:
@@ -29,11 +29,17 @@ def write(path, frames=12, rate=4, height=16, width=24, codec="libx264", **optio
         stream.options = {"crf": "10"} if codec == "libx264" else {}
         for name, value in options.items():
             setattr(stream, name, value)
+        heard = None if sound is None else container.add_stream("pcm_f32le", rate=16000, layout="mono")
         for image in moving(frames, height, width):
             for packet in stream.encode(av.VideoFrame.from_ndarray(image, format="rgb24")):
                 container.mux(packet)
         for packet in stream.encode():
             container.mux(packet)
+        if heard is not None:
+            frame = av.AudioFrame.from_ndarray(sound[None], format="flt", layout="mono")
+            frame.sample_rate, frame.pts = 16000, 0
+            for packet in (*heard.encode(frame), *heard.encode()):
+                container.mux(packet)
     return path
 
 
@@ -50,7 +56,7 @@ def video_tokenizer():
 
 def video_processor(model_type="qwen2_5_vl", **different):
     """Frames of patches of 4 x 4 pixels, 2 x 2 of them a token."""
-    if model_type.startswith("qwen2"):
+    if model_type.startswith(("qwen2", "exaone")):
         from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor as Processor
     else:
         from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor as Processor
@@ -99,11 +105,16 @@ def glm_processors(model_type, tokenizer, **different):
 
 def whole_processor(model_type, tokenizer, **different):
     """The processor of transformers for text, images and videos, without torchvision's images."""
+    from transformers.models.exaone4_5.processing_exaone4_5 import Exaone4_5_Processor
     from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
     from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
     from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
 
-    kinds = {"qwen2_vl": Qwen2VLProcessor, "qwen2_5_vl": Qwen2_5_VLProcessor}
+    kinds = {
+        "qwen2_vl": Qwen2VLProcessor,
+        "qwen2_5_vl": Qwen2_5_VLProcessor,
+        "exaone4_5": Exaone4_5_Processor,
+    }
 
     class Processor(kinds.get(model_type, Qwen3VLProcessor)):
         def check_argument_for_proper_class(self, name, argument):

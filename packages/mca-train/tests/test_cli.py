@@ -215,8 +215,8 @@ def test_an_output_dir_that_another_run_uses_is_told_before_anything_is_read(run
 
 def test_the_backend_of_this_machine_may_be_named(run):
     from mca_models.megatron import platform
-    from mca_train.config.run_config import load_values
-    from mca_train.run.rules import check, make_settings
+    from mca_train.run.rules import check
+    from mca_train.run.settings import load_values, make_settings
     from mca_train.tasks.table import TASKS
 
     values, where = load_values(Path(run(ddp_backend=platform.backend())), [])
@@ -264,7 +264,7 @@ def test_readme_and_docs_name_the_keys_of_the_data():
 
 
 def test_an_output_dir_that_is_tried_is_left_as_it_was(tmp_path):
-    from mca_train.run.rules import require_writable
+    from mca_train.run.file_rules import require_writable
 
     require_writable(tmp_path / "a" / "b")
     assert not (tmp_path / "a").exists()

@@ -1,4 +1,4 @@
-"""How much the parts of mca say on each rank."""
+"""Log levels of mca's parts on each rank."""
 
 import logging
 from types import SimpleNamespace

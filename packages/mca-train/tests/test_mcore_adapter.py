@@ -79,6 +79,7 @@ def callback(**client):
     [
         ({"finetuning_type": "freeze"}, "finetuning_type: freeze is not supported"),
         ({"use_galore": True}, "use_galore: True is not supported .*set optimizer"),
+        ({"model_revision": "v2"}, "model_revision: v2 is not supported .*download that revision"),
         ({"ref_model": "a"}, "ref_model: a is not supported .*the reference is the initial model"),
         ({"finetuning_type": "lora", "create_new_adapter": True}, "a new adapter in addition to others"),
         ({"finetuning_type": "lora", "adapter_name_or_path": ["a", "b"]}, "merge the adapters into one"),
@@ -113,7 +114,7 @@ def test_the_options_are_those_of_the_reporting_callback():
 class Model:
     """A vision-language model that records which parts are trained."""
 
-    config = SimpleNamespace(vision=object())
+    config = config_from_hf(json.loads((CONFIGS / "qwen2.5-vl-72b.json").read_text()))
 
     def train_parts(self, parts):
         self.parts = set(parts)
@@ -199,6 +200,22 @@ def test_stages_that_the_client_trains_elsewhere_raise_an_error(facade, tmp_path
         with pytest.raises(McaError, match=f"stage: {stage} is not supported with USE_MCA: .*use {remedy}"):
             getattr(tuner, f"run_{stage}")(1, 2)
     assert tuner.run_sft is print
+
+
+def test_the_client_takes_all_families_of_mca(facade, tmp_path, monkeypatch):
+    known = {"llama"}
+    constants = SimpleNamespace(MCA_SUPPORTED_MODELS=known)
+    monkeypatch.setitem(sys.modules, "llamafactory.extras.constants", constants)
+    facade.TrainingArguments(output_dir=str(tmp_path))
+    assert {"llama", "granite", "qwen2_audio"} <= known
+
+
+def test_the_trainer_of_hyper_parallel_is_an_error(facade, tmp_path, monkeypatch):
+    tuner = SimpleNamespace(is_hyper_parallel_available=lambda: True)
+    monkeypatch.setitem(sys.modules, "llamafactory.train.tuner", tuner)
+    facade.TrainingArguments(output_dir=str(tmp_path))
+    with pytest.raises(McaError, match="use_hyper_parallel: true is not supported with USE_MCA"):
+        tuner.is_hyper_parallel_available()
 
 
 def test_rope_fusion_has_no_effect_without_transformer_engine(facade, tmp_path, monkeypatch, caplog):

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 import pytest
 from tokenizers_for_tests import byte_tokenizer
 
-from mca_config.metrics import GREATER_IS_BETTER
+from mca_config.training_checks import GREATER_IS_BETTER
 from mca_train.cli import main
 from mca_train.config.arguments import DataArguments
 from mca_train.data.encoding import tokenize_answer
-from mca_train.run.rules import TIMES
+from mca_train.run.key_rules import TIMES
 from mca_train.tasks.load import load_stream, load_tokenized
 from mca_train.tasks.table import TASKS
 from mca_train.tasks.task import AnswerTask, Example

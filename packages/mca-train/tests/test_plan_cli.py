@@ -10,8 +10,8 @@ import pytest
 from mca_config.layout import ParallelLayout
 from mca_models.templates import config_from_hf
 from mca_train.cli import main
-from mca_train.config.run_config import load_values
 from mca_train.run import layout_search, plan_command
+from mca_train.run.settings import load_values
 
 pytestmark = pytest.mark.usefixtures("own_threads")
 
@@ -287,7 +287,8 @@ def test_a_search_keeps_to_what_the_run_does_not_exclude(run, kind, changes, lef
 
 def test_what_a_run_writes_down_has_the_images_of_the_plan(run, vision, capsys):
     from mca_train.run.record import make_record
-    from mca_train.run.rules import check, make_settings
+    from mca_train.run.rules import check
+    from mca_train.run.settings import make_settings
     from mca_train.tasks.table import TASKS
 
     vision()

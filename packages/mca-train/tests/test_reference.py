@@ -1,4 +1,4 @@
-"""What tells of the keys: help, schema, the file to begin with, completion. All are held against the real parser."""
+"""Documentation of the keys (help, schema, starter file, completion), compared with the real parser."""
 
 import json
 import re
@@ -10,12 +10,12 @@ import yaml
 
 from mca_config.page_tables import update_document
 from mca_train.cli import main
+from mca_train.config.hf_fields import read_hf_fields
 from mca_train.config.renamed_options import RENAMED
-from mca_train.reference.flags import format_default, value_placeholder
-from mca_train.reference.keys import REQUIRED, declared_keys, read_hf_arguments, task_keys
+from mca_train.reference.commands import schema, starter
+from mca_train.reference.keys import REQUIRED, declared_keys, task_keys
 from mca_train.reference.pages import TABLES
-from mca_train.reference.schema import schema
-from mca_train.reference.starter import starter
+from mca_train.reference.program import format_default, value_placeholder
 from mca_train.tasks.table import TASKS
 
 KINDS = sorted(TASKS)
@@ -29,7 +29,7 @@ def test_fields_read_from_the_source_are_those_of_the_class():
             key.name: (value_placeholder(key.hint), format_default(key.default), key.help)
             for key in declared_keys(cls, "")
         }
-        for cls in (read_hf_arguments(), transformers.TrainingArguments)
+        for cls in (read_hf_fields(), transformers.TrainingArguments)
     )
     assert read == real
 
@@ -49,7 +49,7 @@ def test_help_of_a_kind_has_every_key_that_it_takes(kind, capsys):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("gpu", [False, True])
 def test_the_file_to_begin_with_is_a_run_with_and_without_its_marks(kind, gpu, tmp_path):
-    from mca_train.run.rules import make_settings
+    from mca_train.run.settings import make_settings
 
     text = starter(TASKS[kind], "org/model", gpu=gpu)
     assert f"`mca-train plan {kind} run.yaml`" in text

@@ -1,4 +1,4 @@
-"""What a block changes for its time is as before once it has ended, with an error too."""
+"""Settings that a block changes are restored at its end, also after an error."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext

@@ -1,14 +1,14 @@
 """Checks of Hugging Face's training arguments: fields that Megatron does not support, and values out of range.
 
-Megatron's own options are checked in `arguments`.
+Nothing here imports transformers; `training` has the checks that need it. Megatron's own options are checked in
+`arguments`.
 """
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Literal
 
-from mca_config.types import HfArguments, Typed
+from mca_config.types import HfArguments
 
 REFUSED: Mapping[str, str] = {
     "deepspeed": "training runs on Megatron",
@@ -68,7 +68,6 @@ def problems(args: HfArguments) -> list[str]:
     ]
     return [
         *found,
-        *_accelerator(args.accelerator_config),
         *_choices(args),
         *_numbers(args),
         *_rates(args),
@@ -87,22 +86,6 @@ def _is_on(args: HfArguments, name: str) -> bool:
     return value not in (None, False, "", [])
 
 
-def _accelerator(value: Typed) -> Iterator[str]:
-    """Report non-default accelerate settings; a copy of the arguments always has the defaults."""
-    from transformers.trainer_pt_utils import AcceleratorConfig
-
-    if isinstance(value, str):
-        try:
-            value = json.loads(value) if value.lstrip().startswith("{") else {value: True}
-        except json.JSONDecodeError:
-            value = {value: True}
-    values = value.to_dict() if isinstance(value, AcceleratorConfig) else value or {}
-    defaults = AcceleratorConfig().to_dict()
-    changed = [name for name, entry in values.items() if name not in defaults or entry != defaults[name]]
-    if changed:
-        yield f"accelerator_config ({', '.join(changed)}) is not supported (accelerate is not used); remove it"
-
-
 def _choices(args: HfArguments) -> Iterator[str]:
     for name in ("log_level", "log_level_replica"):
         if (level := getattr(args, name)) not in _LOG_LEVELS:
@@ -110,28 +93,13 @@ def _choices(args: HfArguments) -> Iterator[str]:
     strategy = str(args.train_sampling_strategy)
     if strategy not in _SAMPLING:
         yield f"train_sampling_strategy {strategy} is not supported; use {' or '.join(_SAMPLING)}"
-    yield from _reports(args.report_to)
-
-
-def _reports(report_to: Typed) -> Iterator[str]:
-    names = [report_to] if isinstance(report_to, str) else list(report_to or [])
-    if not names or names in (["none"], ["all"]):
-        return
-    from transformers.integrations import get_available_reporting_integrations
-    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
-
-    for name in names:
-        if name not in INTEGRATION_TO_CALLBACK:
-            yield f"report_to is {name!r}; expected none, all or some of {', '.join(sorted(INTEGRATION_TO_CALLBACK))}"
-        elif name not in get_available_reporting_integrations():
-            yield f"report_to {name} needs the package {name}, which is not installed; install it or remove {name}"
 
 
 _AT_LEAST_ONE = ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps")
-_VISION_RATES = ("vision_learning_rate", "projector_learning_rate")
+_PART_RATES = ("vision_learning_rate", "audio_learning_rate", "projector_learning_rate")
 _RATES = (
     *("learning_rate", "min_lr", "decoupled_lr", "decoupled_min_lr", "weight_decay", "adam_epsilon"),
-    *_VISION_RATES,
+    *_PART_RATES,
 )
 _AT_LEAST_ZERO = (
     "max_grad_norm",
@@ -175,7 +143,7 @@ def _rates(args: HfArguments) -> Iterator[str]:
     """Report schedules whose end is above their start, and separate rates without a schedule to follow."""
     decoupled, min_lr = getattr(args, "decoupled_lr", None), getattr(args, "min_lr", None)
     decoupled_min_lr = getattr(args, "decoupled_min_lr", None)
-    for name in _VISION_RATES:
+    for name in _PART_RATES:
         if (rate := getattr(args, name, None)) is not None and min_lr is not None and min_lr > rate:
             yield f"min_lr {min_lr} is above {name} {rate}; lower it"
         if rate and not args.learning_rate:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Literal, Self, TypeVar, cast
 
 from mca_config import _roll, fields, files
-from mca_config._documents import VERSION, require_document, require_object, require_same_family
 from mca_config.errors import McaError, list_problems, raise_problems, with_location
 from mca_config.layout import ParallelLayout
 from mca_config.model.attention import Attention
@@ -47,8 +46,48 @@ from mca_config.model.shared_kv import SharedKv
 from mca_config.model.short_convolution import ShortConvolution
 from mca_config.model.vision import Vision
 from mca_config.pipeline import PipelinePlan, pipeline_plan
-from mca_config.suggestions import suggestion
+from mca_config.printable import suggestion
 from mca_config.types import JsonObject, Typed, Values
+
+VERSION = 1
+_PARTS = ("model", "layout", "hf_config")
+
+
+def require_document(document: JsonObject, where: str) -> None:
+    """Raise `McaError` for another version, for missing or unknown keys, and for parts that are not objects."""
+    version = document.get("mca_version")
+    if version != VERSION:
+        raise McaError(
+            f"{where}: mca_version must be {VERSION}, not {version!r:.80}; read it with a matching mca"
+        )
+    expected = {"mca_version", *_PARTS}
+    for key in sorted((document.keys() - {"hf_model_type"}) ^ expected):  # repeats the model's type
+        state = "missing" if key in expected else "unknown"
+        raise McaError(f"{where}: {state} key {key}; expected {', '.join(sorted(expected))}")
+    for key in _PARTS:
+        require_object(document[key], f"{where}: {key}")
+
+
+def require_object(value: Typed, name: str) -> None:
+    """Raise `McaError` if ``value`` is not a JSON object; ``name`` is its name in the message."""
+    if not isinstance(value, dict):
+        raise McaError(f"{name} must be an object, not {value!r:.80}")
+
+
+def require_same_family(document: JsonObject, where: str) -> None:
+    """Raise `McaError` if ``hf_model_type`` or the embedded ``config.json`` has another model type than the model."""
+    model, source = document.get("model"), document.get("hf_config")
+    if not isinstance(model, dict) or not isinstance(source, dict):
+        return
+    outer: Typed = model.get("model_type")
+    repeated: JsonObject = {
+        "hf_model_type is": document.get("hf_model_type", outer),
+        "hf_config has model_type": source.get("model_type", outer),
+    }
+    for words, inner in repeated.items():
+        if inner != outer:
+            raise McaError(f"{where}: {words} {inner!r:.80}, the model is {outer!r:.80}; restore the file")
+
 
 T = TypeVar("T")
 DtypeName = Literal["float32", "bfloat16", "float16"]
@@ -173,7 +212,7 @@ class McaModelConfig:
     @property
     def has_parallel_mamba(self) -> bool:
         """Return whether layers with attention have a parallel Mamba mixer."""
-        return self.mamba is not None and self.mamba.mamba_beside_attention
+        return self.mamba is not None and self.mamba.mamba_parallel_attention
 
     @property
     def attention_biases(self) -> bool:
@@ -213,6 +252,11 @@ class McaModelConfig:
     def mtp_num_layers(self) -> int:
         """MTP layers; 0: the model has none."""
         return self.mtp.mtp_num_layers
+
+    @property
+    def per_layer_input_size(self) -> int:
+        """Channels of each layer's per-layer embedding; 0: the model has none."""
+        return 0 if self.per_layer_embedding is None else self.per_layer_embedding.per_layer_input_size
 
     @property
     def takes_keys(self) -> bool:

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from mca_config.errors import McaError
-from mca_config.layout import ParallelLayout
-from mca_config.layout_string import parse_layout
+from mca_config.layout import ParallelLayout, parse_layout
 from mca_config.printable import counted
 
 

@@ -21,6 +21,7 @@ from mca_models.storage.safetensors import TensorInfo, read_header
 from mca_models.storage.source import ModelSource
 from mca_models.templates import get_family
 from mca_models.templates.classification_head import class_name
+from mca_models.templates.parts.vision_tower import PREFIX
 from mca_models.weights import Stage
 
 _SIZES = (
@@ -95,9 +96,7 @@ def _model(path: Path, kind: CheckpointKind, found: Inspection, top: int, limits
         _quantisation(path, found)
     found.facts["parameters"] = sum(prod(source.full_shape(param)) for param in source.params)
     if source.config.vision_fields is not None:
-        found.facts["vision parameters"] = sum(
-            prod(source.full_shape(param)) for param in source.params if param.stage is Stage.VISION
-        )
+        found.facts |= _media_parameters(source)
     carried = [param for param in source.params if param.stage is Stage.PASSTHROUGH]
     if carried:
         found.facts["parameters not used by mca"] = sum(map(prod, map(source.full_shape, carried)))
@@ -111,6 +110,17 @@ def _model(path: Path, kind: CheckpointKind, found: Inspection, top: int, limits
     _biggest(shapes, found, top)
     if limits is not None:
         found.not_finite = count_by_name(search(source, source.params, limits))
+
+
+def _media_parameters(source: ModelSource) -> JsonObject:
+    """Return the numbers of parameters of each tower and of the projectors."""
+    family = get_family(source.config.model_type).vision
+    assert family is not None, "a model with towers is of a multimodal family"
+    counts = dict.fromkeys(("vision", "audio", "projector"), 0)
+    for param in source.params:
+        if param.stage is Stage.VISION:
+            counts[family.owner(param.mca.removeprefix(PREFIX))] += prod(source.full_shape(param))
+    return {f"{part} parameters": count for part, count in counts.items() if count}
 
 
 def _configuration(path: Path, kind: CheckpointKind, found: Inspection) -> None:

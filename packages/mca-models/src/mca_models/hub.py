@@ -133,7 +133,7 @@ def _headers(repository: str, revision: str | None, folder: Path, *, needs_weigh
         what = f"{_named(repository, revision)}: its weights are in {pickled[0]}, of which no header is fetched alone"
         if needs_weights:
             raise McaError(f"{what}; fetch the model (hf download {repository}) and name its directory")
-        logger.warning("%s: what is planned follows from its config.json", what)
+        logger.warning("%s: the plan is made from config.json, without the sizes of the files", what)
     for file in files:
         resolve_inside(folder, file).parent.mkdir(parents=True, exist_ok=True)
         if file.endswith(".safetensors"):
@@ -187,7 +187,9 @@ def upload(folder: Path, name: str) -> str:
             )
         stale = stale_files(files, folder)
         if stale:
-            logger.warning("%s: deletes what is of an earlier model there: %s", name, ", ".join(stale))
+            logger.warning(
+                "%s: deleting files of an earlier model in the repository: %s", name, ", ".join(stale)
+            )
         api.upload_folder(
             repo_id=repository, folder_path=folder, revision=revision, commit_message="Upload by mca"
         )

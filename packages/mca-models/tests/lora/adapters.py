@@ -144,7 +144,7 @@ def loaded_by_peft(case: str, settings: dict[str, Any], folder: Path) -> Loaded:
 
 
 def logits(model: Any) -> torch.Tensor:
-    """Of a fixed batch."""
+    """Return the logits of a fixed batch."""
     torch.manual_seed(3)
     with torch.no_grad():
         return model(torch.randint(0, 70, (2, 12))).logits

@@ -326,7 +326,7 @@ def test_modules_saved_whole_are_rounded_once_and_never_overflow(tmp_path: Path)
 
 
 def test_all_linear_leaves_routers_and_routed_experts_out() -> None:
-    """As with transformers 5; an adapter made with 4, where they are linears, is read all the same."""
+    """Follow transformers 5; an adapter from transformers 4, where they are linears, can be read too."""
     import tiny_hf
 
     model_type, different = tiny_hf.CASES["qwen2_moe"]

@@ -1,4 +1,4 @@
-"""What the hooks make of linears that cannot run here: Transformer Engine's, by stand-ins of their shape."""
+"""Hooks on linears that cannot run here: Transformer Engine's, by stand-ins of their shape."""
 
 from dataclasses import replace
 from typing import Any
@@ -31,7 +31,7 @@ RANKS = LinearGroups(Alone(), Alone(), sequence_parallel=False)
 
 
 class FusedNorm(torch.nn.Module):
-    """As TELayerNormColumnParallelLinear: returns what it was asked for."""
+    """Stand-in for TELayerNormColumnParallelLinear, which returns its arguments."""
 
     def __init__(self, rows: int, columns: int, *, with_bias: bool) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class FusedNorm(torch.nn.Module):
 
 
 class Grouped(torch.nn.Module):
-    """As TEGroupedLinear."""
+    """Stand-in for TEGroupedLinear."""
 
     def __init__(self, experts: int, rows: int, columns: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Which modules of a vision-language model an adapter is on, by the parts that are adapted."""
+"""Adapted modules of a vision-language model, by the adapted parts."""
 
 import copy
 from itertools import chain, combinations
@@ -11,17 +11,33 @@ import transformers
 from mca_models.lora.config import AdapterConfig
 from mca_models.lora.peft_names import complete_peft_config, exclude_unadapted
 from mca_models.lora.targets import linear_targets
-from mca_models.megatron.features.vision_tower import model_part
+from mca_models.megatron.features.vision_tower import model_part, model_parts
 from mca_models.templates import config_from_hf, get_family
 
-PARTS = ("language", "vision", "projector")
-COMBINATIONS = list(chain.from_iterable(combinations(PARTS, count) for count in (1, 2, 3)))
+_OMNI = ("gemma4-e2b", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker")
 
 
-@pytest.mark.parametrize("case", ["qwen2_5_vl", "qwen3_vl", "gemma3", "internvl", "mistral3", "glm4v_moe"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(
+            "qwen2_5_vl",
+            "qwen3_vl",
+            "gemma3",
+            "internvl",
+            "mistral3",
+            "glm4v_moe",
+            "qwen2_audio",
+            "qwen3_asr",
+        ),
+        *_OMNI,
+    ],
+)
 def test_the_parts_that_are_not_adapted_are_excluded(case: str) -> None:
     config = config_from_hf(tiny_vision.described(case))
-    for adapted in COMBINATIONS:
+    parts = model_parts(config)
+    assert len(parts) == (4 if case in _OMNI else 3) and parts[0] == "language"
+    for adapted in chain.from_iterable(combinations(parts, count) for count in range(1, len(parts) + 1)):
         document = {"peft_type": "LORA", "target_modules": "all-linear", "exclude_modules": ["1.mlp.fc1"]}
         exclude_unadapted(document, config, adapted)
         adapter = AdapterConfig.from_dict(document)
@@ -42,14 +58,16 @@ def test_targets_in_the_vision_model_are_its_linears(case: str) -> None:
     with torch.device("meta"):
         model = transformers.AutoModelForMultimodalLM.from_config(described)
     linears = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    theirs = {name for name in linears if "language_model" not in name and "lm_head" not in name}
     config = config_from_hf(described.to_dict())
-    unused = get_family(config.model_type).vision.unused(config)  # type: ignore[union-attr]
+    vision = get_family(config.model_type).vision
+    assert vision is not None
+    theirs = {name for name in linears if vision.text_module not in name and "lm_head" not in name}
+    unused = vision.unused(config)
     used = {name for name in theirs if not any(part in f"{name}." for part in unused)}
     if case.startswith("kimi_k25"):  # q, k and v are one tensor, on which there are no adapters
         used = {name for name in used if not name.endswith(("q_proj", "k_proj", "v_proj"))}
         document = {"peft_type": "LORA", "target_modules": "all-linear"}
-        exclude_unadapted(document, config, PARTS)
+        exclude_unadapted(document, config, model_parts(config))
         adapter = AdapterConfig.from_dict(document)
         assert {name for name in theirs if adapter.targets(name, linear=True)} == used
     assert {target.module for target in linear_targets(config) if target.sees} == used

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from tiny_hf import SIZE
 
-from mca_models.megatron.peft.settings import adapter_config
+from mca_models.megatron.peft.create import adapter_config
 from mca_models.templates import config_from_hf
 
 CONFIG = config_from_hf({**SIZE, "model_type": "llama", "architectures": ["LlamaForCausalLM"]})

@@ -1,4 +1,4 @@
-"""What chooses keys and experts, and what attention can besides, piece by piece, without ranks."""
+"""Selection of keys and experts, and options of attention, one by one, without ranks."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Which tokens an expert keeps that may take a limited number of them."""
+"""Tokens that an expert with limited capacity keeps."""
 
 import pytest
 import torch

@@ -1,11 +1,11 @@
-"""What Megatron writes to the environment for one model does not stand in another's way."""
+"""Environment variables that Megatron writes for one model do not affect another."""
 
 import os
 
 import pytest
 
 from mca_config.errors import McaError
-from mca_models.megatron.factory.kernel_choice import DETERMINISM, NAMES, kernel_choice
+from mca_models.megatron.factory.chunks import DETERMINISM, NAMES, kernel_choice
 
 
 @pytest.fixture(autouse=True)
@@ -15,7 +15,7 @@ def unset(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def choose(**wanted: str) -> None:
-    """As Megatron's ``LanguageModule`` does."""
+    """Choose a kernel as Megatron's ``LanguageModule`` does."""
     for name, value in wanted.items():
         assert os.getenv(name) in (None, value), f"{name} set to {os.getenv(name)}, but expected {value}"
         os.environ[name] = value

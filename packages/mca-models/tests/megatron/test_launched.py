@@ -1,4 +1,4 @@
-"""What a launcher's variables lack is said in one line, before a rank waits for another or takes its GPU."""
+"""Missing variables of a launcher raise one error, before a rank waits for another or takes its GPU."""
 
 import pytest
 

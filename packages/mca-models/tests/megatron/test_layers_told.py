@@ -1,4 +1,4 @@
-"""What is reported of a model when it is made: layers that nobody asked for, results that depend on the layout."""
+"""Warnings at the construction of a model: unrequested local layers, results that depend on the layout."""
 
 import os
 import sys

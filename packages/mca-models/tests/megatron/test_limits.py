@@ -1,4 +1,4 @@
-"""What would be computed wrongly is refused by name, on the versions and devices where it would be."""
+"""Errors about configurations that would be computed wrongly, on the affected versions and devices."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +14,7 @@ from mca_config.model_config import McaModelConfig
 from mca_models.megatron import platform
 from mca_models.megatron.factory.execution import layout_settings, pipeline_settings
 from mca_models.megatron.factory.limits import require_supported
-from mca_models.megatron.factory.target import Target
-from mca_models.megatron.factory.transformer_config import transformer_config
+from mca_models.megatron.factory.transformer_config import Target, transformer_config
 from mca_models.megatron.log_probs.forward import _require_packs
 
 V16, V17, V18, V19 = (0, 16, 1), (0, 17), (0, 18), (0, 19, 2)
@@ -52,7 +51,7 @@ SHORTCUT = MOE.replace_fields(
     moe_router_enable_expert_bias=True,
     moe_router_pre_softmax=True,
 )
-BESIDE = MOE.replace_fields(experts_beside_mlp=True)
+WITH_DENSE_MLP = MOE.replace_fields(moe_parallel_dense_mlp=True)
 CHANCES = MOE.replace_fields(moe_router_pre_softmax=True)
 SINKHORN = {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0}
 INDEXED = MLA.replace_fields(q_lora_rank=8, index_topk=4, index_num_heads=2, index_head_dim=8)
@@ -155,7 +154,7 @@ REFUSED: list[tuple[McaModelConfig, ParallelLayout, dict[str, Any], str]] = [
     (SHORTCUT, TP2, {"moe_expert_capacity_factor": 1.0}, "remove moe_expert_capacity_factor"),
     (SHORTCUT, TP2, ENGINE | {"moe_token_dispatcher_type": "flex"}, "same number of experts"),
     (
-        BESIDE,
+        WITH_DENSE_MLP,
         TP2,
         ENGINE | {"moe_token_dispatcher_type": "flex"},
         "may be negative; use alltoall or allgather",

@@ -1,4 +1,4 @@
-"""Which code computes linear attention, and that kernels are given what they ask for.
+"""Choice of the code for linear attention, and the arguments of kernels.
 
 transformers' plain functions stand for the kernels: they have the kernels' interface, and its models call both alike.
 """
@@ -15,8 +15,8 @@ import torch
 from mca_models.megatron import platform
 from mca_models.megatron.features import kernels
 from mca_models.megatron.features.delta_rule import delta_rule
+from mca_models.megatron.features.mamba import state_space_layer
 from mca_models.megatron.features.recurrent_layers import CausalConvolution
-from mca_models.megatron.features.state_space import state_space_layer
 
 QWEN, KIMI = "qwen3_next", "kimi_linear"
 
@@ -36,7 +36,7 @@ def forgotten() -> Iterator[None]:
 
 
 def inputs(*, by_channel: bool, device: str = "cpu") -> list[torch.Tensor]:
-    """Of 70 tokens: two heads of keys, four of values."""
+    """Return inputs of 70 tokens: two heads of keys, four of values."""
     generator = torch.Generator().manual_seed(0)
     heads = 4 if by_channel else 2
 

@@ -97,7 +97,7 @@ print(json.dumps(found))
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What each of `CODES` printed, and its exit code."""
+    """Return the output of each of `CODES`, and its exit code."""
     engine = tmp_path_factory.mktemp("engine") / "transformer_engine" / "__init__.py"
     engine.parent.mkdir()
     engine.touch()
@@ -106,7 +106,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
 
 
 def forked(codes: list[str]) -> list[dict[str, Any]]:
-    """Of each code, in a fork: its exit code and what it printed."""
+    """Return the exit code and the output of each code, in a fork."""
     command = [sys.executable, "-c", FORKS, json.dumps(codes)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -116,7 +116,7 @@ def forked(codes: list[str]) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def needed() -> dict[str, list[bool]]:
-    """Whether each patch was needed before and after it was made, in a fresh process."""
+    """Return True for each patch that was needed before and after it was applied, in a fresh process."""
     (done,) = forked([PROBE])
     assert done["returncode"] == 0, done["stderr"]
     found: dict[str, list[bool]] = json.loads(done["stdout"].splitlines()[-1])

@@ -109,7 +109,7 @@ class AsAKernel(torch.nn.Module):
         self.layer_number = layer_number
 
     def forward(self, *, rotary_pos_emb: torch.Tensor) -> torch.Tensor:
-        """What it read."""
+        """Return the angles that the model read."""
         strides = torch.empty(rotary_pos_emb.shape).stride()
         return rotary_pos_emb.as_strided(rotary_pos_emb.shape, strides)
 

@@ -19,7 +19,7 @@ SHAPE = RoutedExperts(layers=(1, 3), num_layers=4, topk=2, num_experts=6)
 
 
 def experts(*tokens: list[int]) -> Tensor:
-    """Of one token each, the same in both layers."""
+    """Return experts of one token each, the same in both layers."""
     return torch.tensor(tokens)[:, None].expand(-1, 2, -1)
 
 

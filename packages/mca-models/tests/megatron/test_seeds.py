@@ -1,4 +1,4 @@
-"""What a new model's weights begin with: where transformers begins with one number, so does `from_seed`."""
+"""Initial weights of a new model: `from_seed` uses a constant where transformers does."""
 
 from collections.abc import Iterator
 from threading import Barrier

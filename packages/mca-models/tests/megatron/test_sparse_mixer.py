@@ -26,7 +26,7 @@ def same_draws() -> Iterator[None]:
         return torch.rand(like.shape, generator=ours)
 
     class Drawn:
-        """What `rand_like` gives, which transformers may draw anew."""
+        """Values that `rand_like` returns, which transformers may draw again."""
 
         def __init__(self, values: Tensor) -> None:
             self.values = values

@@ -1,4 +1,4 @@
-"""What is written in fp8 blocks is what transformers reads from them, and no more."""
+"""Tensors written in fp8 blocks: those that transformers reads from such files, and no others."""
 
 import json
 from dataclasses import replace

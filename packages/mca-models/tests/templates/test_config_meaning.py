@@ -1,4 +1,4 @@
-"""What ``config.json`` says of ropes and of training means what it means to transformers."""
+"""Meaning of ``config.json`` for RoPE and training, compared with transformers."""
 
 import copy
 from dataclasses import replace
@@ -114,7 +114,7 @@ def test_ropes_are_those_that_transformers_makes_of_a_file(case: str, said: dict
 
 @pytest.mark.parametrize("case", ["mellum", "mimo_v2_flash", "gemma4_text"])
 def test_a_scaling_for_all_layers_beside_ropes_by_kind_is_refused(case: str) -> None:
-    """As transformers fails with it."""
+    """Raise an error where transformers fails."""
     with pytest.raises(McaError, match=r"'rope_scaling' is .*; supported: None"):
         config_from_hf(described(case, rope_scaling=LINEAR))
 

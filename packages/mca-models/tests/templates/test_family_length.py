@@ -25,11 +25,11 @@ LONGER = {
             "llama4",
             "minimax_m3_vl",
             "mistral3",
+            "ovis2",
             "qwen2_vl",
         ),
     ),
     "keys of the text model that files leave out": ("gemma3", "qwen2_audio"),
-    "a tower of two kinds, whose last layers no feature depends on": ("llava",),
     "layers with a state beside those with attention, under keys and names of their own": (
         *("falcon_h1", "granitemoehybrid", "kimi_linear", "lfm3", "nemotron_h", "olmo_hybrid"),
         *("qwen3_5_moe_text", "qwen3_next"),
@@ -64,7 +64,7 @@ _SILENT = (
 
 
 def lines_of_code(text: str) -> int:
-    """See `BOUND`."""
+    """Count lines of code, for `BOUND`."""
     tokens = (
         token for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type not in _SILENT
     )

@@ -1,4 +1,4 @@
-"""What Megatron reads out of a packed parameter is what transformers computes with its own tensors."""
+"""Parts of a packed parameter in Megatron, compared with transformers' separate tensors."""
 
 from pathlib import Path
 from typing import Any

@@ -170,7 +170,7 @@ def test_a_load_balancing_loss_without_a_coefficient_has_transformers(kind: str)
 
 @pytest.mark.parametrize("kind", TEXT)
 def test_other_names_of_keys_win(kind: str) -> None:
-    """As in transformers, where a file has both."""
+    """Prefer the other names as transformers does, if a file has both."""
     its = transformers.CONFIG_MAPPING[kind] if kind in transformers.CONFIG_MAPPING else None
     full = transformers.AutoConfig.for_model(kind, **MUST_BE_SAID.get(kind, {})).to_dict() if its else {}
     for alias, name in (its.attribute_map if its else {}).items():
@@ -236,7 +236,7 @@ def test_keys_that_no_layer_uses_are_left_out(caplog: pytest.LogCaptureFixture) 
     assert not unused & names
     assert "hf_left_behind" not in family.with_checkpoint_names(config, names).extra
     assert family.ignored_hf(family.with_checkpoint_names(config, names | unused)) == unused
-    assert "leaves out 3 tensors of keys and values" in caplog.text
+    assert "not read or exported: 3 tensors of keys and values" in caplog.text
     grown = config_to_hf(replace(config, vocab_size=80))
     assert grown["vocab_size"] == grown["vocab_size_per_layer_input"] == 80
 

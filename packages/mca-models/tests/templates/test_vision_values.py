@@ -1,4 +1,4 @@
-"""What ``config.json`` says of a vision model: a value of no use is refused by its key, whatever the family."""
+"""Unsupported values of a vision model in ``config.json`` raise an error with the key, for every family."""
 
 import copy
 import json

@@ -15,7 +15,7 @@ import torch
 from mca_config.errors import McaError
 from mca_models.torch_checkpoint import allowed_globals
 from mca_models.torch_checkpoint.allowed_globals import GLOBALS, Record, TensorRef
-from mca_models.torch_checkpoint.pickle_reader import read_pickle
+from mca_models.torch_checkpoint.torch_file import read_pickle
 
 CANARY = "mca_pickle_canary"
 
@@ -67,7 +67,7 @@ HOSTILE = {
     "functools.partial": glob("functools.partial") + b"(" + glob("os.system") + text(TOUCH) + b"tR.",
     "numpy loader": pickle.dumps(Call(__import__("numpy").load, CANARY)),
     "torch.load": b"\x80\x02" + glob("torch.load") + b"(" + text(CANARY) + b"tR.",
-    "our own module": glob("mca_models.torch_checkpoint.pickle_reader.read_pickle") + b".",
+    "our own module": glob("mca_models.torch_checkpoint.torch_file.read_pickle") + b".",
     "extension registry": b"\x80\x02\x82\x01.",
     "memoised then called": glob("os.system") + b"q\x01" + text(TOUCH) + b"\x85R.",
 }

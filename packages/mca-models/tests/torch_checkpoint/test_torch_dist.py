@@ -56,7 +56,7 @@ def singleton(config: McaModelConfig, hf: dict[str, torch.Tensor]) -> State:
 
 
 def local_norms(config: McaModelConfig, hf: dict[str, torch.Tensor]) -> State:
-    """As the local spec with experts has them."""
+    """Return the names of norms in the local spec with experts."""
     return {
         name.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"): tensor
         for name, tensor in by_layer(config, hf).items()

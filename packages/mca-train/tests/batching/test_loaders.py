@@ -1,4 +1,4 @@
-"""How samples are dealt out is what the model needs, whatever a trainer's arguments leave out."""
+"""Distribution of samples by the model's needs, for any arguments of a trainer."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -36,7 +36,7 @@ def loaders(folder: Path, layout: ParallelLayout, **made_with: Any) -> Loaders:
 
 
 def widths(made: Loaders, dataset: Any) -> set[int]:
-    """Of all rows of the two steps of an epoch."""
+    """Return the widths of all rows of the two steps of an epoch."""
     loader, _ = made.train(dataset)
     return {batch.input_ids.shape[1] for step in loader for batch in step.micro_batches}
 
@@ -107,7 +107,7 @@ def test_a_stream_is_refused_where_ranks_need_one_length(
 
 
 def rounded_up(features: list[Any]) -> dict[str, torch.Tensor]:
-    """As Hugging Face's collators do with ``pad_to_multiple_of=8``."""
+    """Round up as Hugging Face's collators do with ``pad_to_multiple_of=8``."""
     width = max(len(feature["input_ids"]) for feature in features)
     features = [*features, {"input_ids": torch.zeros(width + -width % 8, dtype=torch.long)}]
     batch = PadCollator(0)(features)

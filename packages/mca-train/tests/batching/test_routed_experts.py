@@ -15,7 +15,7 @@ LENGTHS = (3, 8)
 
 
 class Config:
-    """What is read of a model's configuration: 3 layers, of which the last 2 have experts."""
+    """Fields of a model's configuration that are read: 3 layers, of which the last 2 have experts."""
 
     num_layers, model_type = 3, "tiny"
     moe = Moe(num_moe_experts=50, moe_layer_freq=(0, 1, 1))
@@ -29,7 +29,7 @@ class Dense(Config):
 
 
 def experts(tokens, start=0):
-    """Of token t in layer l: experts t + start and t + start + 20 + l, so that each place has its own."""
+    """Return experts t + start and t + start + 20 + l of token t in layer l, so that all positions differ."""
     first = torch.arange(start, start + tokens)
     return torch.stack([torch.stack([first, first + 20 + layer], 1) for layer in range(2)], 1)
 

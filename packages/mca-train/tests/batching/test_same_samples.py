@@ -1,4 +1,4 @@
-"""What ranks hear that were given other samples than those that they share them with."""
+"""Errors of ranks with other samples than those of their replica."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a checkpoint says of the run that wrote it, and which of its sums another run takes up."""
+"""Fields of a checkpoint about the run that wrote it, and the sums that another run continues."""
 
 import json
 from pathlib import Path

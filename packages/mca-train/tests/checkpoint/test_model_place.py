@@ -1,4 +1,4 @@
-"""How a model takes its place in a directory that holds other things too."""
+"""Writing a model into a directory that contains other files."""
 
 from pathlib import Path
 

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from mca_config.errors import McaError, UsageError
-from mca_train.checkpoint.directory import STATE_FILE, checkpoints
-from mca_train.checkpoint.output_dir import require_usable
-from mca_train.checkpoint.output_dir_guard import require_free
+from mca_train.checkpoint.output_dir import require_free, require_usable
+from mca_train.checkpoint.output_files import STATE_FILE, checkpoints
 from mca_train.checkpoint.writer import remove_unfinished
 
 

@@ -1,4 +1,4 @@
-"""What of an adapter is known before there is a model that it could be on."""
+"""Checks of an adapter before its model is loaded."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from mca_models.templates import config_from_hf
 from mca_train.cli import main
 from mca_train.config.arguments import LoraArguments
 from mca_train.config.model import make_adapter, model_config
-from mca_train.config.model_parts import adapted_parts, part_problems
+from mca_train.config.model_parts import PART_RATES, adapted_parts, part_problems
 
 VISION = Path(__file__).parents[3] / "mca-models/tests/data/vision_configs/qwen2.5-vl-72b.json"
 
@@ -41,14 +41,12 @@ def test_an_adapter_that_is_continued_says_which_parts_are_trained(settings, par
     config = config_from_hf(json.loads(VISION.read_text()))
     path = str(saved(tmp_path / "adapter", config, **settings))
     assert adapted_parts(path, config) == parts
-    training = SimpleNamespace(
-        freeze=None, vision_learning_rate=None, projector_learning_rate=None, overlap_param_gather=True
-    )
+    training = SimpleNamespace(freeze=None, **dict.fromkeys(PART_RATES.values()), overlap_param_gather=True)
     found = part_problems(training, LoraArguments(adapter_name_or_path=path), config, SimpleNamespace())
     reported = next(found, "")
     sees = parts != {"language"}
     assert reported.startswith(
-        "overlap_param_gather is not supported with a trained vision tower" if sees else ""
+        "overlap_param_gather is not supported with a trained vision or audio tower" if sees else ""
     )
     assert bool(reported) == sees
 

@@ -9,7 +9,8 @@ import pytest
 
 from mca_config.errors import UsageError
 from mca_config.fields import cast
-from mca_train.config.run_config import build, parse_overrides, read_yaml
+from mca_train.config.run_config import build
+from mca_train.run.settings import parse_overrides, read_yaml
 
 
 class Strategy(Enum):

@@ -1,4 +1,4 @@
-"""What tests of rows with images begin with."""
+"""Fixtures of tests of rows with images."""
 
 import datasets
 import pytest

@@ -1,7 +1,7 @@
 """Images that are not cut into one grid: tiles, rows with marks, as many tokens for every image; as processors do."""
 
+import itertools
 import json
-from functools import partial
 from types import SimpleNamespace
 
 import datasets
@@ -10,17 +10,21 @@ import pytest
 import torch
 import transformers
 from drawn_images import draw
-from gemma4_processors import gemma4_processors, gemma4_tokenizer, token_ids
+from image_kinds import (
+    KINDS,
+    SIDE,
+    SIZES,
+    gemma4,
+    idefics,
+    lfm2_vl,
+    llava_next,
+    llava_onevision,
+    mistral3,
+    ovis2,
+)
 from PIL import Image
 from tokenizers_for_tests import byte_tokenizer
-from transformers import AyaVisionProcessor, Gemma3Processor, Llama4Processor, LlavaProcessor
-from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
-from transformers.models.deepseek_vl.image_processing_pil_deepseek_vl import DeepseekVLImageProcessorPil
-from transformers.models.deepseek_vl.processing_deepseek_vl import DeepseekVLProcessor
-from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
-from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
-from transformers.models.kimi_k25.image_processing_kimi_k25 import Kimi_K25ImageProcessor
-from transformers.models.llama4.image_processing_llama4 import Llama4ImageProcessor
+from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 
 from mca_config.errors import McaError, UsageError
@@ -34,234 +38,6 @@ from mca_train.data.video_files import VideoFacts
 from mca_train.data.video_tokens import PooledVideoTokens, VideoOptions
 from mca_train.tasks.load import load_tokenized
 from mca_train.tasks.table import TASKS
-
-SIZES = {"small": (16, 16), "wide": (40, 16), "tall": (24, 50)}
-SIDE = {"height": 16, "width": 16}
-
-
-class Kind:
-    """A family: its tokenizer, its image processor, and what its own processor makes of a text."""
-
-    def __init__(self, model_type, marks, image_processor, vision, mark):
-        self.tokenizer = byte_tokenizer(
-            "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}{{ m['content'] }}"
-            "{% else %}{% for part in m['content'] %}{% if part['type'] == 'image' %}"
-            f"{{{{ '{mark}' }}}}"
-            "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
-            "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-        )
-        self.tokenizer.add_tokens([*marks, "\n\n\n"], special_tokens=True)
-        self.processor, self.mark = image_processor, mark
-        ids = self.tokenizer.convert_tokens_to_ids(list(marks))
-        self.config = SimpleNamespace(model_type=model_type, vision_fields=vision(ids))
-
-
-def internvl():
-    kind = Kind(
-        "internvl",
-        ("<IMG_CONTEXT>", "<img>", "</img>"),
-        GotOcr2ImageProcessorPil(size=SIDE, max_patches=6),
-        lambda ids: {"image_token_id": ids[0], "image_seq_length": 4, "vision_config": {}},
-        "<IMG_CONTEXT>",
-    )
-
-    def expected(text, images):  # its own processor needs torchvision for videos
-        made = kind.processor(images=images, return_tensors="pt", crop_to_patches=True)
-        for tiles in made["num_patches"]:
-            text = text.replace("@", "<img>" + "<IMG_CONTEXT>" * 4 * int(tiles) + "</img>", 1)
-        return kind.tokenizer(text)["input_ids"], {"pixel_values": made["pixel_values"]}
-
-    return kind, expected
-
-
-def mistral3():
-    kind = Kind(
-        "mistral3",
-        ("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
-        PixtralImageProcessorPil(size={"longest_edge": 32}, patch_size=4),
-        lambda ids: {
-            "image_token_index": ids[0],
-            "spatial_merge_size": 2,
-            "vision_config": {"patch_size": 4},
-        },
-        "[IMG]",
-    )
-
-    def expected(text, images):  # its own processor needs torchvision, though it reads no videos
-        made = kind.processor(images=images, return_tensors="pt", patch_size={"height": 8, "width": 8})
-        for high, wide in made["image_sizes"].tolist():
-            rows = ["[IMG]" * (wide // 8)] * (high // 8)
-            text = text.replace("@", "[IMG_BREAK]".join(rows) + "[IMG_END]", 1)
-        return kind.tokenizer(text)["input_ids"], dict(made)
-
-    return kind, expected
-
-
-def gemma3():
-    kind = Kind(
-        "gemma3",
-        ("<image_soft_token>", "<start_of_image>", "<end_of_image>"),
-        Gemma3ImageProcessorPil(size=SIDE),
-        lambda ids: {
-            "image_token_index": ids[0],
-            "boi_token_index": ids[1],
-            "eoi_token_index": ids[2],
-            "mm_tokens_per_image": 4,
-            "vision_config": {},
-        },
-        "<start_of_image>",
-    )
-    names = ("image_token", "boi_token", "eoi_token")
-    for name, mark in zip(names, ("<image_soft_token>", "<start_of_image>", "<end_of_image>"), strict=True):
-        setattr(kind.tokenizer, name, mark)
-        setattr(kind.tokenizer, f"{name}_id", kind.tokenizer.convert_tokens_to_ids(mark))
-    whole = Gemma3Processor(kind.processor, kind.tokenizer, image_seq_length=4)
-
-    def expected(text, images):
-        made = whole(images=[images], text=[text.replace("@", "<start_of_image>")], return_tensors="pt")
-        return made["input_ids"][0].tolist(), {"pixel_values": made["pixel_values"]}
-
-    return kind, expected
-
-
-def llava():
-    kind = Kind(
-        "llava",
-        ("<image>",),
-        CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=SIDE),
-        lambda ids: {
-            "image_token_index": ids[0],
-            "vision_config": {"model_type": "clip_vision_model", "image_size": 16, "patch_size": 8},
-        },
-        "<image>",
-    )
-    kind.tokenizer.image_token = "<image>"
-    kind.tokenizer.image_token_id = kind.tokenizer.convert_tokens_to_ids("<image>")
-    whole = LlavaProcessor(
-        kind.processor,
-        kind.tokenizer,
-        patch_size=8,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-    )
-
-    def expected(text, images):
-        made = whole(images=images, text=[text.replace("@", "<image>")], return_tensors="pt")
-        return made["input_ids"][0].tolist(), {"pixel_values": made["pixel_values"]}
-
-    return kind, expected
-
-
-def llama4():
-    marks = ("<|patch|>", "<|image|>", "<|image_start|>", "<|image_end|>")
-    kind = Kind(
-        "llama4",
-        (*marks, "<|tile_x_separator|>", "<|tile_y_separator|>"),
-        Llama4ImageProcessor(size=SIDE, max_patches=6),
-        lambda ids: {"image_token_index": ids[0], "vision_config": {"image_size": 16, "patch_size": 4}},
-        "<|image|>",
-    )
-    whole = Llama4Processor(kind.processor, kind.tokenizer, patch_size=4)
-
-    def expected(text, images):
-        made = whole(images=images, text=[text.replace("@", "<|image|>")], return_tensors="pt")
-        return made["input_ids"][0].tolist(), {"pixel_values": made["pixel_values"]}
-
-    return kind, expected
-
-
-def deepseek():
-    kind = Kind(
-        "deepseek_vl",
-        ("<image_placeholder>",),
-        DeepseekVLImageProcessorPil(size=SIDE, min_size=8),
-        lambda ids: {"image_token_id": ids[0], "vision_config": {"image_size": 16, "patch_size": 8}},
-        "<image_placeholder>",
-    )
-    kind.tokenizer.image_token = "<image_placeholder>"
-    whole = DeepseekVLProcessor(kind.processor, kind.tokenizer, num_image_tokens=4)
-
-    def expected(text, images):
-        made = whole(images=images, text=[text.replace("@", "<image_placeholder>")], return_tensors="pt")
-        return made["input_ids"][0].tolist(), {"pixel_values": made["pixel_values"]}
-
-    return kind, expected
-
-
-def kimi():
-    marks = ("<|media_pad|>", "<|media_begin|>", "<|media_content|>", "<|media_end|>")
-    written = "<|media_begin|>image<|media_content|><|media_pad|><|media_end|>"
-    kind = Kind(
-        "kimi_k25",
-        marks,
-        Kimi_K25ImageProcessor(
-            patch_size=4, merge_size=2, max_patches=64, size={"max_height": 8, "max_width": 8}
-        ),
-        lambda ids: {"image_token_id": ids[0], "vision_config": {}},
-        written,
-    )
-
-    def expected(text, images):
-        made = kind.processor(images=images, return_tensors="pt")
-        for _, rows, columns in made["image_grid_thw"].tolist():
-            text = text.replace("@", written.replace(marks[0], marks[0] * (rows * columns // 4)), 1)
-        return kind.tokenizer(text)["input_ids"], dict(made)
-
-    return kind, expected
-
-
-def gemma4(model_type="gemma4"):
-    tokenizer = gemma4_tokenizer()
-    own = gemma4_processors(model_type, tokenizer)
-    kind = Kind(model_type, (), own.images, lambda ids: token_ids(tokenizer), "<|image|>")
-    kind.tokenizer, kind.videos, kind.whole = tokenizer, own.videos, own.whole
-    kind.config.attention = SimpleNamespace(window_size=1024)
-    kind.config.vision = SimpleNamespace(bidirectional_images=True)
-
-    def expected(text, images):
-        found = kind.whole(images=[images], text=[text.replace("@", "<|image|>")], return_tensors="pt")
-        positions = found["image_position_ids"]
-        most = int((positions >= 0).all(-1).sum(1).max())
-        assert most < positions.shape[1]  # there is padding
-        return found["input_ids"][0].tolist(), {
-            "pixel_values": found["pixel_values"][:, :most],
-            "image_position_ids": positions[:, :most],
-        }
-
-    return kind, expected
-
-
-def aya_vision():
-    kind = Kind(
-        "aya_vision",
-        ("<|IMG_PATCH|>", "<|START_OF_IMG|>", "<|END_OF_IMG|>"),
-        GotOcr2ImageProcessorPil(size=SIDE, max_patches=6),
-        lambda ids: {"image_token_index": ids[0], "vision_config": {"image_size": 16, "patch_size": 4}},
-        "<image>",
-    )
-    kind.tokenizer.add_tokens(["<image>"], special_tokens=True)
-    sizes = {"patch_size": 4, "img_size": 16, "downsample_factor": 2}
-    whole = AyaVisionProcessor(kind.processor, kind.tokenizer, **sizes)
-
-    def expected(text, images):
-        made = whole(images=images, text=[text.replace("@", "<image>")], return_tensors="pt")
-        return made["input_ids"][0].tolist(), {"pixel_values": made["pixel_values"]}
-
-    return kind, expected
-
-
-KINDS = {
-    "aya_vision": aya_vision,
-    "gemma4": gemma4,
-    "gemma4_unified": partial(gemma4, "gemma4_unified"),
-    "internvl": internvl,
-    "mistral3": mistral3,
-    "gemma3": gemma3,
-    "llava": llava,
-    "llama4": llama4,
-    "kimi_k25": kimi,
-    "deepseek_vl": deepseek,
-}
 
 
 @pytest.fixture(params=KINDS)
@@ -304,11 +80,21 @@ def test_tokens_and_pixels_are_those_of_the_familys_own_processor(made):
             "gemma4": "<|image|>",
             "gemma4_unified": "<|image|>",
             "llava": "<image>",
+            "llava_next": "<image>",
+            "llava_onevision": "<image>",
+            "idefics3": "<image>",
+            "smolvlm": "<image>",
+            "lfm2_vl": "<image>",
+            "ovis2": "<IMG_ATOM>",
             "llama4": "<|patch|>",
             "kimi_k25": "<|media_pad|>",
             "deepseek_vl": "<image_placeholder>",
         }[kind.config.model_type]
     )
+    if kind.config.model_type == "ovis2":  # its marks have features too
+        placeholder |= torch.isin(
+            sample["input_ids"], torch.tensor(kind.config.vision_fields["visual_indicator_token_ids"])
+        )
     reported = torch.zeros_like(placeholder)
     for place in sample["images"].places:
         reported[place.start : place.start + place.tokens] = True
@@ -340,6 +126,21 @@ def test_a_batch_joins_images_of_several_rows(made):
         assert torch.equal(batch.attention_ends[0, others], others + 1)
 
 
+@pytest.mark.parametrize("size", [(16, 16), (40, 16), (24, 50), (70, 70), (120, 30)])
+def test_the_only_image_of_a_row_is_cut_in_llava_onevision(size, tmp_path):
+    kind, expected = llava_onevision()
+    kind.processor.save_pretrained(tmp_path / "model")
+    draw(tmp_path / "one.png", *size)
+    sample = load(kind, tmp_path, row("<image>?", "one"))[0]
+    text = "<|im_start|>user\n@?<|im_end|>\n<|im_start|>assistant\nred<|im_end|>\n"
+    ids, pixels = expected(text, [Image.open(tmp_path / "one.png").convert("RGB")])
+    assert sample["input_ids"].tolist() == ids
+    found = sample["images"].tensors()
+    assert found.keys() == pixels.keys()
+    assert all(torch.equal(torch.as_tensor(found[name]), torch.as_tensor(pixels[name])) for name in pixels)
+    assert found["pixel_values"].shape[1] > 2
+
+
 def test_a_tokenizer_without_the_marks_is_told(tmp_path, monkeypatch):
     kind, _ = mistral3()
     kind.processor.save_pretrained(tmp_path / "model")
@@ -356,6 +157,59 @@ def test_a_processor_is_found_where_transformers_exports_none_without_torchvisio
     PixtralImageProcessorPil(size={"longest_edge": 32}, patch_size=4).save_pretrained(tmp_path)
     monkeypatch.setattr(transformers, "AutoImageProcessor", SimpleNamespace(from_pretrained=refuse))
     assert isinstance(image_processors._processor([tmp_path]), PixtralImageProcessorPil)
+
+
+def test_images_of_any_size_have_the_tiles_of_lfm2_vl(tmp_path):
+    kind, _ = lfm2_vl()
+    kind.processor.save_pretrained(tmp_path)
+    tokens = image_tokens(kind.config, (tmp_path,), kind.tokenizer)
+    found = set()
+    for height, width in itertools.product((5, 8, 16, 17, 31, 40, 48, 65), repeat=2):
+        pixels = [np.zeros((height, width, 3), np.uint8)]
+        made = kind.processor(images=pixels, return_row_col_info=True, return_tensors="pt")
+        grid, (now,) = tokens.grid(height, width), tokens._made(made.data)
+        assert (grid, grid.tile_columns) == (now, now.tile_columns), (height, width)
+        found.add((grid.tile_rows, grid.tile_columns))
+    assert len(found) > 4
+
+
+@pytest.mark.parametrize("resized", [True, False])
+def test_images_of_any_size_have_the_tiles_of_idefics(resized, tmp_path):
+    kind, _ = idefics()
+    kind.processor.do_resize = resized
+    kind.processor.save_pretrained(tmp_path)
+    tokens = image_tokens(kind.config, (tmp_path,), kind.tokenizer)
+    for height, width in itertools.product((5, 8, 16, 17, 31, 40, 48, 65), repeat=2):
+        made = kind.processor(images=[np.zeros((height, width, 3), np.uint8)], return_row_col_info=True)
+        grid = tokens.grid(height, width)
+        assert grid == tokens._made(made.data)[0], (height, width)
+        assert grid.rows == len(made["pixel_values"][0])
+
+
+@pytest.mark.parametrize("covering", [True, False])
+def test_images_of_any_size_have_the_tiles_of_ovis2(covering, tmp_path):
+    kind, _ = ovis2(use_covering_area_grid=covering)
+    kind.processor.save_pretrained(tmp_path)
+    tokens = image_tokens(kind.config, (tmp_path,), kind.tokenizer)
+    found = set()
+    for height, width in itertools.product((5, 16, 17, 31, 40, 48, 65), repeat=2):
+        made = kind.processor([np.zeros((height, width, 3), np.uint8)], return_tensors="pt")
+        grid = tokens.grid(height, width)
+        assert grid == tokens._made(made.data)[0], (height, width)
+        assert grid.rows == len(made["pixel_values"])
+        found.add(made["grids"].tolist()[0][0])
+    assert len(found) > 3
+    kind.config.vision_fields["visual_indicator_token_ids"] = [1, 2]
+    with pytest.raises(UsageError, match=r"visual_indicator_token_ids is \[1, 2\]; expected \[\d+, "):
+        image_tokens(kind.config, (tmp_path,), kind.tokenizer)
+
+
+def test_other_sizes_of_tiled_images_than_the_models_are_refused(tmp_path):
+    kind, _ = llava_next()
+    kind.processor.save_pretrained(tmp_path)
+    kind.config.vision_fields["image_grid_pinpoints"] = [[16, 32]]
+    with pytest.raises(UsageError, match=r"image_grid_pinpoints is .* but the model's .*\[\[16, 32\]\]"):
+        image_tokens(kind.config, (tmp_path,), kind.tokenizer)
 
 
 def test_images_whose_marks_are_not_known_are_refused_by_name():
@@ -399,6 +253,62 @@ def test_frames_of_gemma4_are_behind_their_minutes_and_seconds(model_type, tmp_p
         assert torch.equal(found["pixel_values"][own, :most], right[f"pixel_values{suffix}"][:, :most])
         assert torch.equal(found["image_position_ids"][own, :most], positions[:, :most])
         assert (found["image_position_ids"][own, most:] == -1).all()
+
+
+@pytest.mark.parametrize("wanted", [4, None])
+def test_frames_of_llava_onevision_end_with_one_token(wanted, tmp_path, monkeypatch):
+    av = pytest.importorskip("av")
+    from drawn_videos import write
+    from transformers.models.llava_onevision.video_processing_llava_onevision import (
+        LlavaOnevisionVideoProcessor,
+    )
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    kind, _ = llava_onevision()
+    kind.tokenizer.add_tokens(["<video>"], special_tokens=True)
+    kind.config.vision_fields["video_token_index"] = kind.tokenizer.convert_tokens_to_ids("<video>")
+    kind.tokenizer.chat_template = kind.tokenizer.chat_template.replace(
+        "{% else %}{{ part['text'] }}",
+        "{% elif part['type'] == 'video' %}{{ '<video>' }}{% else %}{{ part['text'] }}",
+    )
+    videos = LlavaOnevisionVideoProcessor(size=SIDE, num_frames=wanted)
+    for processor in (kind.processor, videos):
+        processor.save_pretrained(tmp_path / "model")
+    write(tmp_path / "clip.mp4", 9, 4)
+    draw(tmp_path / "wide.png", *SIZES["wide"])
+    turns = [{"role": "user", "content": "<image>then <video>?"}, {"role": "assistant", "content": "red"}]
+    sample = load(kind, tmp_path, {"messages": turns, "images": ["wide.png"], "videos": ["clip.mp4"]})[0]
+    with av.open(str(tmp_path / "clip.mp4")) as container:
+        frames = np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
+    kind.tokenizer.video_token, kind.tokenizer.video_token_id = (
+        "<video>",
+        kind.config.vision_fields["video_token_index"],
+    )
+    whole = LlavaOnevisionProcessor(
+        kind.processor,
+        kind.tokenizer,
+        videos,
+        num_image_tokens=16,
+        vision_feature_select_strategy="full",
+        vision_aspect_ratio="anyres_max_2",
+    )
+    right = whole(
+        text=["<|im_start|>user\n<image>then <video>?<|im_end|>\n<|im_start|>assistant\nred<|im_end|>\n"],
+        images=[[Image.open(tmp_path / "wide.png").convert("RGB")]],
+        videos=[frames],
+        video_metadata=[{"total_num_frames": 9, "fps": 4.0}],
+        do_sample_frames=True,
+        **({} if wanted else {"fps": 2.0}),
+        return_tensors="pt",
+    )
+    assert sample["input_ids"].tolist() == right["input_ids"][0].tolist()
+    found, taken = sample["images"].tensors(), right["pixel_values_videos"].shape[1]
+    assert taken == 4
+    assert found["batch_num_images"].tolist() == [1, -taken]
+    assert torch.equal(found["pixel_values"][:1, : right["pixel_values"].shape[1]], right["pixel_values"])
+    assert torch.equal(found["pixel_values"][1:, :taken], right["pixel_values_videos"])
+    image, video = sample["images"].places
+    assert video.tokens == 4 * 4 + 1 and video.start == image.start + image.tokens + len("then ")
 
 
 def test_a_clip_with_fewer_frames_than_gemma4_takes_is_seen_as_a_whole():

@@ -101,7 +101,9 @@ def test_the_largest_token_is_looked_for_once_and_again_when_the_file_changes(tm
 
     kept = tmp_path / "a.largest.json"
     assert [times(), times()] == [1, 0]
-    assert f"a.bin: all 0.0 GiB are read for the largest token, once; it is kept in {kept}" in caplog.text
+    assert (
+        f"a.bin: reading all 0.0 GiB to find the largest token id, once; it is kept in {kept}" in caplog.text
+    )
     with pytest.raises(McaError, match="holds token 9, the tokenizer has 9"):
         times(vocab=9)
     kept.write_text("{")

@@ -218,7 +218,7 @@ def test_a_text_in_a_directory_is_a_document_and_files_without_a_split_are_told(
     assert not caplog.text
     assert len(loaded([{"path": str(tmp_path / "chats")}])) == 1
     assert (
-        "leaves out 1 file (more.jsonl, ...), as the names of others say train, test or validation"
+        "1 file not read (more.jsonl, ...), because other files are named as splits (train, test, validation)"
         in caplog.text
     )
 

@@ -7,7 +7,8 @@ from tokenizers_for_tests import byte_tokenizer
 
 from mca_config.errors import McaError
 from mca_train.config.arguments import PairArguments
-from mca_train.run.rules import check, make_settings
+from mca_train.run.rules import check
+from mca_train.run.settings import make_settings
 from mca_train.tasks.load import load_stream, load_tokenized
 from mca_train.tasks.table import TASKS
 
@@ -128,7 +129,7 @@ OTHERS = {"prompt": "1+1=", "completion": "2", "chosen": "2", "rejected": "3", "
 
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
 def test_rows_without_a_target_are_left_out_and_counted(kind, tmp_path, caplog):
-    """As of files in memory; also where others would take their place in a step, packed or not."""
+    """Treat streams like files in memory, also where other rows would fill the step, packed or not."""
     rows = [OTHERS | row for row in (*ROWS[:3], *UNANSWERED[kind], *ROWS[3:5])]
     file = tmp_path / "a.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))

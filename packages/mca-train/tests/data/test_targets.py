@@ -1,4 +1,4 @@
-"""Which tokens are targets, with the tokenizers and templates of common models' kinds."""
+"""Target tokens, with the tokenizers and templates of common models' kinds."""
 
 import json
 
@@ -206,7 +206,7 @@ def test_arguments_of_calls_may_be_text_whatever_the_template_takes(given, templ
     ],
 )
 def test_arguments_keep_the_nulls_that_are_a_rows_own(stream, name, given, learnt, tmp_path):
-    """Those of Arrow's structs stand for keys that only other rows have."""
+    """Remove only the nulls of Arrow's structs, which replace keys that only other rows have."""
     asked = {**USER, "tool_calls": None}  # the same keys in all turns: a struct, of JSON too
     rows = [{"messages": [asked, call(each, content="")]} for each in given]
     path = tmp_path / name

@@ -1,4 +1,4 @@
-"""What a process of a dry run found reaches the one that asked."""
+"""Results of a dry run's processes reach the process that started them."""
 
 import threading
 

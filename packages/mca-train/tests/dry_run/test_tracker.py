@@ -1,12 +1,11 @@
-"""What a dry run counts, and what values it knows."""
+"""Counts of a dry run, and its known values."""
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mca_train.dry_run.fake_values import FakeValues
-from mca_train.dry_run.modules import ModuleNames
-from mca_train.dry_run.tracker import Tracker
+from mca_train.dry_run.tracker import ModuleNames, Tracker
 
 
 def test_a_storage_is_counted_from_the_operation_that_makes_it_until_its_last_view_goes() -> None:

@@ -3,8 +3,10 @@
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from mca_config.layout import ParallelLayout
-from mca_train.engine.rng import _sizes
+from mca_train.engine.rng import _sizes, has_dropout
 
 AXES = {
     "tensor_model_parallel_size": "tp",
@@ -22,3 +24,19 @@ def test_each_size_that_decides_which_ranks_draw_alike_is_saved():
         sizes = {"expert_tensor_parallel_size": 1} | {option: 2}
         ranks: Any = SimpleNamespace(layout=ParallelLayout(**sizes), world_size=8)
         assert _sizes(ranks) == _sizes(plain) | {axis: 2}
+
+
+@pytest.mark.parametrize("drops", [True, False])
+def test_other_random_states_are_reported_only_with_dropout(drops, tmp_path, monkeypatch, caplog):
+    from mca_train.batching.position import RunPosition
+    from mca_train.checkpoint import training_state
+
+    monkeypatch.setattr(training_state, "run_on_all_ranks_unwrapped", lambda work: [work()])
+    monkeypatch.setattr(training_state, "matches_layout", lambda folder, ranks: False)
+    nothing: Any = None
+    state = training_state.TrainingState(nothing, nothing, nothing, RunPosition())
+    state.load_rng(tmp_path, drops=drops)
+    assert ("dropout continues with other random numbers" in caplog.text) == drops
+    rates = {"hidden_dropout": 0.1 * drops, "attention_dropout": 0.0, "moe_input_jitter_eps": None}
+    model: Any = SimpleNamespace(megatron=SimpleNamespace(**rates), config=SimpleNamespace(moe=None))
+    assert has_dropout(model) == drops

@@ -18,7 +18,7 @@ def run(body, ranks=2, **options):
         import os, sys, time
         from mca_config.errors import McaError, UsageError
         from mca_train.launch.launcher import fork_ranks
-        from mca_train.launch.scratch import scratch_folder
+        from mca_train.launch.launcher import scratch_folder
         from mca_train.launch.signals import raising_on_signals
         def target():
             rank = int(os.environ["RANK"])
@@ -145,7 +145,7 @@ def test_a_signal_before_training_leaves_nothing(tmp_path):
         import sys, time
         from mca_train import cli
         from mca_train.launch import signals
-        from mca_train.launch.scratch import scratch_folder
+        from mca_train.launch.launcher import scratch_folder
         def work(*_):
             with signals.raising_on_signals(), scratch_folder():
 {textwrap.indent(body, " " * 16)}
@@ -218,7 +218,7 @@ def _started(body, spawned=False):
         f"""
         {imports}
         from mca_train.launch.launcher import fork_ranks, spawn_ranks
-        from mca_train.launch.scratch import scratch_folder
+        from mca_train.launch.launcher import scratch_folder
         def target():
 {textwrap.indent(textwrap.dedent(body), " " * 12)}
         with scratch_folder() as folder:

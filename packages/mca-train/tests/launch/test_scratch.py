@@ -7,7 +7,7 @@ import time
 import pytest
 
 from mca_config.errors import McaError
-from mca_train.launch.scratch import scratch_folder
+from mca_train.launch.launcher import scratch_folder
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What a loss in chunks cannot be computed of."""
+"""Losses that cannot be computed in chunks."""
 
 from types import SimpleNamespace
 

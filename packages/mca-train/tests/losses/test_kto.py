@@ -1,4 +1,4 @@
-"""What the referee's runs do not come by: a model that has moved away from its answers, and what is refused."""
+"""Cases that the reference's runs do not cover: a model that has moved away from its answers, and errors."""
 
 from math import exp
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""What is counted for the biases of experts, and who takes a place where these are limited."""
+"""Counts for expert biases, and the tokens within a limited capacity."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""What a step counts is kept where it is until a log is due."""
+"""Counts of a step stay on their device until a log is due."""
 
 import json
 from dataclasses import replace
@@ -28,7 +28,9 @@ class Called(TorchDispatchMode):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_step_copies_nothing_to_the_device(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     meter = LossMeter(rank)
-    batch: Any = SimpleNamespace(num_tokens=7, num_samples=2, squares=25, image_tokens=3, checksum=0)
+    batch: Any = SimpleNamespace(
+        num_tokens=7, num_samples=2, squares=25, image_tokens=3, audio_tokens=1, checksum=0
+    )
     loss = StepLoss(torch.tensor(6.0), torch.tensor(4))
     for _ in range(2):
         with Called() as called:
@@ -37,8 +39,9 @@ def test_a_step_copies_nothing_to_the_device(rank: int, monkeypatch: pytest.Monk
     monkeypatch.setattr("mca_train.groups.sum_over_data", lambda rows: rows)
     report = meter.flush()
     assert report.losses == [1.5, 1.5]
-    counted = (report.num_tokens, report.num_samples, report.squares, report.image_tokens)
-    assert counted == ((14, 4, 50, 6) if rank == 0 else (0, 0, 0, 0))
+    counted = (report.num_tokens, report.num_samples, report.squares)
+    counted += (report.image_tokens, report.audio_tokens)
+    assert counted == ((14, 4, 50, 6, 2) if rank == 0 else (0,) * 5)
 
 
 def test_an_interval_that_is_cut_adds_up_to_the_whole_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +49,9 @@ def test_an_interval_that_is_cut_adds_up_to_the_whole_one(monkeypatch: pytest.Mo
     steps: list[tuple[StepLoss, Any]] = [
         (
             StepLoss(torch.tensor(float(number)), torch.tensor(number + 1)),
-            SimpleNamespace(num_tokens=number, num_samples=2, squares=5, image_tokens=0, checksum=0),
+            SimpleNamespace(
+                num_tokens=number, num_samples=2, squares=5, image_tokens=0, audio_tokens=0, checksum=0
+            ),
         )
         for number in range(3)
     ]

@@ -1,4 +1,4 @@
-"""Which rank is called slow."""
+"""Detection of slow ranks."""
 
 from types import SimpleNamespace
 

@@ -126,6 +126,5 @@ def test_a_dense_backward_pass_needs_two_gradients_of_the_mlp_and_one_of_its_inp
 def test_embeddings_of_every_layer_take_their_channels_in_bf16(tmp_path: Path) -> None:
     model = model_of(tmp_path)
     assert (model.hidden_bytes, model.per_layer) == (TOKENS * HIDDEN * 2, 0)
-    embedding: Any = SimpleNamespace(per_layer_input_size=256)
-    config: Any = SimpleNamespace(per_layer_embedding=embedding, num_layers=30)
+    config: Any = SimpleNamespace(per_layer_input_size=256, num_layers=30)
     assert replace(model, config=config).per_layer == TOKENS * 30 * 256 * 2

@@ -1,4 +1,4 @@
-"""What a plan says of a published model, against arithmetic on its sizes."""
+"""Plans of published models, compared with arithmetic on their sizes."""
 
 import os
 from pathlib import Path

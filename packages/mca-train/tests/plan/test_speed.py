@@ -11,9 +11,9 @@ import pytest
 from mca_config import TrainingArguments
 from mca_config.layout import ParallelLayout, RankGrid
 from mca_config.model_config import McaModelConfig, training_dtype
-from mca_models.megatron.factory.target import Target
-from mca_models.megatron.factory.transformer_config import transformer_config
+from mca_models.megatron.factory.transformer_config import Target, transformer_config
 from mca_models.templates import config_from_hf
+from mca_models.templates.parts.layer_costs import ExpertSizes
 from mca_models.templates.parts.mamba import CHUNK, MAMBA_COSTS
 from mca_train.plan.chunks import ChunkSpec, Implementation
 from mca_train.plan.counts import Count, ModelCounts
@@ -35,7 +35,7 @@ WIDE: dict[str, Any] = {"num_attention_heads": 64, "num_query_groups": 16, "kv_c
 
 
 def seconds(folder: Path, **changes: Any) -> float:
-    """Of the passes of a step through 4 layers on one rank."""
+    """Return the seconds of a step's passes through 4 layers on one rank."""
     config = config_from_hf(json.loads(QWEN3_8B.read_text()) | {"num_hidden_layers": 4})
     return step(folder, config.replace_fields(**changes)).passes
 
@@ -173,6 +173,13 @@ def time_model(
     return StepTimeModel(model, RankGrid(layout, max(layout.model_parallel_size, layout.ep)), hardware)
 
 
+def moe_of(times: StepTimeModel) -> ExpertSizes:
+    """Return the sizes of the model's experts."""
+    moe = times.model.sizes.moe
+    assert moe is not None
+    return moe
+
+
 def messages_alone() -> tuple[Hardware, float]:
     """Return a device without latency whose messages nothing hides, and its bytes per second."""
     h100 = load_hardware("h100-80")
@@ -187,7 +194,7 @@ def test_experts_are_sent_every_token_as_often_as_it_is_routed(tmp_path: Path) -
     for ep in (2, 4):
         times = time_model(tmp_path, config, ParallelLayout(expert_model_parallel_size=ep), hardware)
         sent = 8192 * 8 * 7168 * 2 * (ep - 1) / ep  # tokens, experts of each, channels, bytes, to other ranks
-        assert times._expert_messages() == pytest.approx(2 * sent / rate)
+        assert times._expert_messages(moe_of(times)) == pytest.approx(2 * sent / rate)
 
 
 def test_context_ranks_send_keys_and_values_of_every_token(tmp_path: Path) -> None:
@@ -246,7 +253,8 @@ def test_shared_experts_are_cut_by_tensor_ranks(tmp_path: Path) -> None:
     without = replace(config, moe=replace(config.moe, moe_shared_expert_intermediate_size=None))
     for tp in (1, 2):
         layout = ParallelLayout(tensor_model_parallel_size=tp)
-        both = [time_model(tmp_path, each, layout, h100)._experts() for each in (config, without)]
+        models = [time_model(tmp_path, each, layout, h100) for each in (config, without)]
+        both = [each._experts(moe_of(each)) for each in models]
         flops = 2 * 8192 * 3 * 7168 * 2048 / tp
         seconds = flops / (h100.device.tflops * 1e12 * h100.efficiency.products)
         assert both[0].forward - both[1].forward == pytest.approx(seconds)

@@ -1,4 +1,4 @@
-"""What a layer of Transformer Engine's keeps of a token, against sums by hand over what the sources save.
+"""Tensors that a Transformer Engine layer saves per token, compared with sums by hand from the sources.
 
 `integration_tests/parity/test_te_saved.py` looks at those sources.
 """
@@ -12,7 +12,7 @@ import pytest
 
 from mca_config import TrainingArguments
 from mca_models.templates import config_from_hf
-from mca_models.templates.parts.mla import saved_core
+from mca_models.templates.parts.mla import latent_sizes, saved_core
 from mca_train.plan import te_layers
 from mca_train.plan.chunks import ChunkSpec, Implementation
 from mca_train.plan.memory import make_plan
@@ -82,7 +82,9 @@ def test_latent_attention_that_mca_computes_keeps_queries_keys_and_values_once(t
     config = config_from_hf(json.loads((DATA / "configs" / "deepseek-v3.json").read_text()))
     args = TrainingArguments(output_dir=str(tmp_path), bf16=True, use_cpu=True, report_to="none")
     sizes = replace(Sizes.for_training(config, args, TOKENS, on_gpu=True), mca_attention=True)
-    lines = te_layers._mla(config, sizes)
+    latent = latent_sizes(config)
+    assert latent is not None
+    lines = te_layers._latent_attention(config, latent, sizes)
     assert len(lines) > 2
     assert lines[2:] == saved_core(config, sizes)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mca_train.cli import main
-from mca_train.report.report_command import write_report
+from mca_train.report.page import write_report
 from mca_train.report.run_files import read_run
 
 BROWSER = next(
@@ -194,7 +194,7 @@ def test_the_same_is_printed_as_one_object(tmp_path, capsys):
 
 
 class Shown(HTMLParser):
-    """What a page says, but for its style, and how many curves it draws."""
+    """Text of a page without its style, and the number of its curves."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

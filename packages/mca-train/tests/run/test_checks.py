@@ -7,7 +7,7 @@ import pytest
 
 from mca_train.cli import main
 from mca_train.config import model
-from mca_train.run import plan_command, rules, train
+from mca_train.run import architectures, plan_command, train
 
 
 class Counted:
@@ -23,11 +23,11 @@ class Counted:
 
 @pytest.fixture
 def counted(monkeypatch):
-    check, parse = Counted(rules.check), Counted(model.model_config)
+    check, parse = Counted(plan_command.check), Counted(model.model_config)
     monkeypatch.setattr(plan_command, "check", check)
     monkeypatch.setattr(train, "check", check)
     monkeypatch.setattr(model, "model_config", parse)
-    monkeypatch.setattr(rules, "model_config", parse)
+    monkeypatch.setattr(architectures, "model_config", parse)
     return check, parse
 
 
@@ -52,7 +52,7 @@ def test_a_run_and_its_plan_are_checked_once_and_parse_each_model_once(counted, 
 
 
 def refusals(path, capsys):
-    """What the run says, and the plan with what is missing."""
+    """Return the errors of the run, and of the plan with missing files."""
     assert main(["sft", path]) == 2
     reported = capsys.readouterr().err
     main(["plan", "sft", path])

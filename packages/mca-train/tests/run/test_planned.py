@@ -1,4 +1,4 @@
-"""What ``mca-train plan`` says of kinds of runs and their own keys."""
+"""Output of ``mca-train plan`` for kinds of runs and their own keys."""
 
 import json
 

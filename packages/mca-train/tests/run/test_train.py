@@ -1,4 +1,4 @@
-"""What the process does that starts ranks, and how a rank ends."""
+"""Work of the process that starts ranks, and the end of a rank."""
 
 import json
 from contextlib import nullcontext

@@ -1,4 +1,4 @@
-"""Which errors mean that ranks waited for one another in vain."""
+"""Errors that mean that ranks waited for one another in vain."""
 
 import pytest
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""What is said of a run that hangs."""
+"""Report on a run that hangs."""
 
 import contextlib
 import os
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mca_train.trainer.hang_report import Heartbeat, current_call, describe_hang
+from mca_train.trainer.hang_detector import Heartbeat, current_call, describe_hang
 
 
 def sign(rank: int, place: str, *, waits: bool = True, step: int = 7) -> Heartbeat:
@@ -43,7 +43,7 @@ def test_who_is_silent_is_named_and_nobody_else_is_blamed():
 
 
 def seen(work: Callable[[], Any], place: str, end: Callable[[], Any]) -> bool:
-    """Whether a thread that runs ``work`` is found to wait for others in ``place``, where it stays until ``end``."""
+    """Return True if a thread that runs ``work`` is reported to wait for others in ``place``, until ``end``."""
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     found = ("", False)
@@ -75,7 +75,7 @@ def test_a_call_of_torch_distributed_is_a_wait_and_is_named_with_its_caller():
 
 @pytest.fixture
 def pipe() -> Iterator[tuple[int, int]]:
-    """What a thread waits at without a frame of its own, and what ends that."""
+    """Return a pipe on which a thread waits without its own frame, and the function that ends the wait."""
     ends = os.pipe()
     yield ends
     for end in ends:

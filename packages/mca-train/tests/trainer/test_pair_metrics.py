@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from mca_train.losses.options import PAIR_METRICS
 from mca_train.losses.preference import PairLogps
-from mca_train.trainer.dpo import METRIC_NAMES, DpoTrainer
+from mca_train.trainer.dpo import DpoTrainer
 from mca_train.trainer.kto import KtoTrainer
 
 
@@ -15,7 +16,7 @@ from mca_train.trainer.kto import KtoTrainer
 def test_a_pair_that_fills_a_batch_up_counts_in_no_metric(ranks: int) -> None:
     added: list[Any] = []
     trainer: Any = SimpleNamespace(
-        metric_names=METRIC_NAMES,
+        metric_names=PAIR_METRICS,
         metrics=SimpleNamespace(add=lambda sums, count: added.append((sums, float(count)))),
         ranks=SimpleNamespace(layout=SimpleNamespace(cp=ranks)),
     )

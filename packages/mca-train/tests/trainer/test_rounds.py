@@ -1,4 +1,4 @@
-"""What a trainer says that trains again into the same directory."""
+"""Messages of a trainer that trains again into the same directory."""
 
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""When ranks stop that exchange in the background: two of them, of which this one hears nothing but itself."""
+"""Stop step of ranks that exchange in the background: two of them, of which this one only sees its own messages."""
 
 from types import SimpleNamespace
 

@@ -1,9 +1,17 @@
-"""The arguments of loading, converting and training, as plain dataclasses without transformers."""
+"""The arguments of loading, converting and training, as plain dataclasses without transformers.
+
+Those of training are imported on first use: a conversion starts without them.
+"""
+
+from typing import TYPE_CHECKING
 
 from mca_config.arguments._constraints import transformer_engine_problems
-from mca_config.arguments._training_constraints import float16_problems
 from mca_config.arguments.distributing import DistributingParallelArguments
-from mca_config.arguments.megatron import MegatronArguments
+from mca_config.lazy_names import make_lazy_getattr
+
+if TYPE_CHECKING:
+    from mca_config.arguments._training_constraints import float16_problems
+    from mca_config.arguments.megatron import MegatronArguments
 
 __all__ = [
     "DistributingParallelArguments",
@@ -11,3 +19,7 @@ __all__ = [
     "float16_problems",
     "transformer_engine_problems",
 ]
+
+__getattr__ = make_lazy_getattr(
+    __name__, {"MegatronArguments": "megatron", "float16_problems": "_training_constraints"}
+)

@@ -5,7 +5,6 @@
 
 import dataclasses
 import json
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -107,5 +106,7 @@ def settable_keys() -> frozenset[str]:
 
 
 def _suggestion(name: str, known: frozenset[str]) -> str:
+    from difflib import get_close_matches  # a correct setting needs none
+
     close = get_close_matches(name, known, n=1)
     return f" (did you mean {close[0]}?)" if close else ""

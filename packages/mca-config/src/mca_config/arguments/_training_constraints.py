@@ -3,7 +3,7 @@
 ``mca_train`` checks the arguments against the model.
 """
 
-from mca_config.arguments.options import TrainingOptions
+from mca_config.arguments.training_options import TrainingOptions
 
 
 def find_problems(args: TrainingOptions) -> list[str]:

@@ -6,11 +6,9 @@
 import dataclasses
 import functools
 import logging
-from dataclasses import dataclass
 
 from mca_config.arguments import _additional, _constraints
-from mca_config.arguments._option import coerce_options
-from mca_config.arguments.options import DistributingOptions
+from mca_config.arguments.options import DistributingOptions, coerce_options
 from mca_config.errors import McaError, raise_problems
 from mca_config.layout import ParallelLayout, RankGrid
 from mca_config.types import JsonObject
@@ -28,7 +26,6 @@ _SPLIT_FIELDS = (
 )
 
 
-@dataclass(kw_only=True)
 class DistributingParallelArguments(DistributingOptions):
     """Parallel layout and computation of one model. None: the value of the checkpoint, else Megatron's default."""
 
@@ -107,6 +104,11 @@ class DistributingParallelArguments(DistributingOptions):
         return values | extra
 
 
-@functools.cache
 def _log_sequence_parallel() -> None:
+    if _logger.isEnabledFor(logging.INFO):  # a check before logging is set up must not use the one message
+        _log_sequence_parallel_once()
+
+
+@functools.cache
+def _log_sequence_parallel_once() -> None:
     _logger.info("sequence_parallel is on: tensor and expert parallelism together need it")

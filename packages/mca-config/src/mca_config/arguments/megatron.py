@@ -3,12 +3,10 @@
 `mca_config.training` adds the arguments of Hugging Face.
 """
 
-from dataclasses import dataclass
-
 from mca_config.arguments import _training_constraints
-from mca_config.arguments._option import coerce_options
 from mca_config.arguments.distributing import DistributingParallelArguments
-from mca_config.arguments.options import TrainingOptions
+from mca_config.arguments.options import coerce_options
+from mca_config.arguments.training_options import TrainingOptions
 from mca_config.types import JsonObject
 
 _DDP_NAMES = {
@@ -44,7 +42,6 @@ _OPTIMIZER_NAMES = (
 )
 
 
-@dataclass(kw_only=True)
 class MegatronArguments(DistributingParallelArguments, TrainingOptions):
     """Gradients, optimizer, batches and checkpoints of a training run. None: Megatron's own default."""
 

@@ -25,7 +25,7 @@ class Mamba(Section):
     """Norm of the Mamba output: together with its gate, before the gate, or none."""
     mamba_multipliers: tuple[float, ...] | None = None
     """Factors on the parts of the input projection (z, x, B, C, dt) and on the output; None: no factors."""
-    mamba_beside_attention: bool = False
+    mamba_parallel_attention: bool = False
     """Every layer with attention has a parallel Mamba mixer on the same input, and both outputs are added."""
     attention_out_multiplier: float = 1.0
     """Factor on the attention output of layers with a parallel Mamba mixer."""

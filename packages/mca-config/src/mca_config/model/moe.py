@@ -52,9 +52,11 @@ class Moe(Section):
     moe_shared_expert_gate: bool = False
     moe_shared_expert_mean: bool = False
     """The outputs of the shared expert and the routed experts are averaged instead of added."""
-    experts_beside_mlp: bool = False
+    moe_parallel_dense_mlp: bool = False
     """The shared expert is the layer's MLP: it and the routed experts have separate norms, and the router has learned
     factors."""
+    moe_post_norm: bool = False
+    """A norm of the output of an MoE layer, before it is added to the residual."""
     moe_shortcut: bool = False
     """Shortcut MoE: layers form pairs, and the routed output of the first layer is added after the second layer, while
     the output of its MLP, the shared expert, is added at once."""

@@ -145,7 +145,7 @@ def _require_plausible(path: Path, config: McaModelConfig, tensors: Sequence[Sto
     experts, nbytes = config.num_experts or 1, sum(info.nbytes for info in tensors)
     if config.num_layers * experts * config.hidden_size > 2 * nbytes:  # a weight takes at least half a byte
         raise McaError(
-            f"{path / CONFIG}: {config.num_layers} layers of {experts} MLPs cannot lie in {nbytes} bytes of weights; "
+            f"{path / CONFIG}: {config.num_layers} layers of {experts} MLPs do not fit into {nbytes} bytes of weights; "
             "the checkpoint and its config.json do not agree"
         )
 
@@ -166,8 +166,8 @@ def _plain(
         read = dequantize(plain, hf_config, dtype or config_dtype(hf_config))
     if all(isinstance(tensor, TensorInfo) for tensor in read.values()):
         logger.warning(
-            "%s: says that weights are quantised, but none is: they are read as they are stored; remove its "
-            "%s, which other readers believe",
+            "%s has %s, but no tensor is quantised; tensors are read as they are stored. Remove the key: other "
+            "programs would dequantise them",
             path / CONFIG,
             QUANTIZATION,
         )

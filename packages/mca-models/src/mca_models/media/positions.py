@@ -18,7 +18,7 @@ MEDIA = ("image", "video", "audio")
 
 @dataclass(frozen=True)
 class ImageSpan:
-    """One image among tokens, one video without text between its frames, or one audio clip.
+    """One image among tokens, one video without text between its frames, one audio clip, or a run of one of both.
 
     Args:
         start: Its first placeholder.
@@ -30,6 +30,10 @@ class ImageSpan:
         past_time: The text after it also starts after the time of its last frame.
         exact: Time positions are not rounded down.
         medium: ``image`` for what the vision tower computes, or ``audio``.
+        run: First and one past the last of its tokens that follow one another here; None: all. The runs of a video
+            and its sound follow one another, and their positions count from one place.
+        origin: Start of the first of these runs; None: it is no run.
+        shared_marks: The two tokens before the first run have one position, and so have the two behind the last.
     """
 
     start: int
@@ -41,11 +45,15 @@ class ImageSpan:
     past_time: bool = False
     exact: bool = False
     medium: Literal["image", "audio"] = "image"
+    run: tuple[int, int] | None = None
+    origin: int | None = None
+    shared_marks: bool = False
 
     @property
     def tokens(self) -> int:
         """Its placeholders, which follow one another."""
-        return self.frames * self.rows * self.columns
+        first, stop = self.run or (0, self.frames * self.rows * self.columns)
+        return stop - first
 
 
 def positions(length: int, images: Sequence[ImageSpan]) -> NumpyArray:
@@ -53,29 +61,58 @@ def positions(length: int, images: Sequence[ImageSpan]) -> NumpyArray:
 
     Args:
         length: Tokens of the sequence.
-        images: Images in the sequence, in order; the tokens of audio count as text.
+        images: Images in the sequence, in order; the tokens of audio count as text, except those of a video's sound.
     """
     import numpy as np
 
     exact = any(image.exact and image.frames > 1 for image in images)
     found = np.empty((3, length), np.float32 if exact else np.int64)
     token, position = 0, found.dtype.type(0)
-    for image in _pictures(images):
-        found[:, token : image.start] = np.arange(image.start - token) + position
-        position += image.start - token
+    base, shared = position, False
+    for image in (each for each in images if each.medium == "image" or each.origin is not None):
+        if image.origin in (None, image.start):
+            position = _fill_text(found, token, image.start, position, shared=shared)
+            shared = image.shared_marks
+            if shared:  # the second mark has the position of the first
+                position -= 1
+                found[:, image.start - 1] = position - 1
+            base = position
         token = image.start + image.tokens
-        inside = np.arange(image.tokens)
-        frame, in_frame = np.divmod(inside, image.rows * image.columns)
-        times = frame.astype(np.float32) * np.float32(image.interval)  # fp32, as in transformers
-        times *= np.float32(image.per_second)
-        if not image.exact:
-            times = np.floor(times)
-        axes = (times.astype(found.dtype), in_frame // image.columns, in_frame % image.columns)
-        found[:, image.start : token] = np.stack(axes) + position
-        last = found[:, token - 1].max() + 1 if image.past_time else 0
-        position = max(position + max(image.rows, image.columns), last)
-    found[:, token:] = np.arange(length - token) + position
+        found[:, image.start : token] = _inner_positions(image).astype(found.dtype) + base
+        if image.origin is not None:
+            position = found[:, image.start : token].max() + 1
+        else:
+            last = found[:, token - 1].max() + 1 if image.past_time else 0
+            position = max(base + max(image.rows, image.columns), last)
+    _fill_text(found, token, length, position, shared=shared)
     return found
+
+
+def _fill_text(found: NumpyArray, token: int, stop: int, position: NumpyArray, *, shared: bool) -> NumpyArray:
+    """Write the positions of text from ``token`` to ``stop``, and return the next one; ``shared``: two begin it."""
+    import numpy as np
+
+    if shared and token < stop:
+        found[:, token] = position
+        token += 1
+    found[:, token:stop] = np.arange(stop - token) + position
+    return position + (stop - token)
+
+
+def _inner_positions(image: ImageSpan) -> NumpyArray:
+    """Return time, row and column of the tokens of ``image``, from the first of all its tokens on."""
+    import numpy as np
+
+    first = image.run[0] if image.run else 0
+    inside = np.arange(first, first + image.tokens)
+    if image.medium == "audio":
+        return np.stack([inside] * 3)
+    frame, in_frame = np.divmod(inside, image.rows * image.columns)
+    times = frame.astype(np.float32) * np.float32(image.interval)  # fp32, as in transformers
+    times *= np.float32(image.per_second)
+    if not image.exact:
+        times = np.floor(times)
+    return np.stack((times, in_frame // image.columns, in_frame % image.columns))
 
 
 def feature_rows(length: int, images: Sequence[ImageSpan], first: int = 0) -> NumpyArray:

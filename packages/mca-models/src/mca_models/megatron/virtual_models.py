@@ -21,7 +21,7 @@ from mca_models.megatron.distributed.collectives import require_same_arguments
 from mca_models.megatron.factory.chunks import build_chunk, live_tensors
 from mca_models.megatron.factory.transformer_config import choose_implementation, transformer_config
 from mca_models.megatron.features.media import image_problems
-from mca_models.megatron.features.vision_tower import Part, model_part
+from mca_models.megatron.features.vision_tower import PARTS, Part, model_part, model_parts
 from mca_models.megatron.forward import model_logits
 from mca_models.megatron.layers.parameter_attributes import set_parameter_attributes
 from mca_models.megatron.log_probs.forward import Batch, LogProbs, RoutedLogProbs, model_log_probs
@@ -158,12 +158,16 @@ class VirtualModels(torch.nn.Module):
         """Select the parts of the model to train, before it is wrapped; the default is the language model.
 
         Raises:
-            McaError: It has no vision model, or cannot take images on its layout.
+            McaError: It has no such part, or cannot take images on its layout.
         """
-        if unknown := sorted({*parts} - {*get_args(Part)}):
-            raise McaError(f"{', '.join(unknown)}: no part of a model; parts are {', '.join(get_args(Part))}")
-        if {"vision", "projector"} & {*parts}:
+        if unknown := sorted({*parts} - {*PARTS}):
+            raise McaError(f"{', '.join(unknown)}: no part of a model; parts are {', '.join(PARTS)}")
+        if {*parts} - {"language"}:
             self.require_images()
+        if absent := sorted({*parts} - {*(found := model_parts(self.config))}):
+            raise McaError(
+                f"{', '.join(absent)}: a {self.config.model_type} model has no such part; it has {', '.join(found)}"
+            )
         for item, tensor in self.local_params():
             if isinstance(tensor, torch.nn.Parameter):
                 tensor.requires_grad_(model_part(item.param, self.config) in parts)

@@ -51,6 +51,7 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
         "Megatron's",
     ),
     "glm4_moe_lite": ("GLM 4.7 Flash: the same, dense layers anywhere", "Megatron's"),
+    "axk1": ("A.X K1: DeepSeek V3's layers, a norm after MoE layers", "Megatron's, our norms"),
     "deepseek_v2": (
         "V2, Lite: MLA; groups chosen by their best expert",
         "Megatron's, our router",
@@ -245,6 +246,18 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
         "LLaVA 1.5: `llama`, `mistral`, `qwen2` or `qwen3` with a CLIP or SigLIP vision model",
         "as of the text part",
     ),
+    "llava_next": (
+        "LLaVA 1.6, Granite Vision 3: the same on tiles; `llama`, `mistral`, `qwen2` or `granite`",
+        "as of the text part",
+    ),
+    "llava_onevision": (
+        "`qwen2` with a SigLIP vision model; the only image of a sequence is cut into tiles",
+        "as of the text part",
+    ),
+    "idefics3": ("`llama` with a SigLIP vision model on tiles", "as of the text part"),
+    "smolvlm": ("SmolVLM 2: `llama` with a SigLIP vision model on tiles", "as of the text part"),
+    "lfm2_vl": ("`lfm2` with a SigLIP 2 vision model on tiles", "as of the text part"),
+    "ovis2": ("`qwen2` with a vision model whose patches are shares of visual words", "as of the text part"),
     "qwen2_5_omni_thinker": ("`qwen2` with a vision model and an audio encoder", "as of the text part"),
     "qwen2_5_omni": (
         "`qwen2_5_omni_thinker`, which is trained, and a talker, which is copied",
@@ -288,7 +301,6 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
 INDEXER = "DSA (lightning indexer)"
 
 _REASONS: Mapping[str, str] = {
-    "a norm after MoE layers only": "axk1",
     "norms with an input-dependent gate": "axk2",
     "an encoder with an optional causal mask; other head and positions": (
         "bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert "
@@ -317,7 +329,7 @@ _REASONS: Mapping[str, str] = {
     "an indexer over compressed keys, hash routing, several residual streams": ("deepseek_v4"),
     "a multimodal model; its text part is not extracted": (
         "cohere_compass_text dots3_note emu3 fuyu gemma3n git got_ocr2 "
-        "mllama moshi moss_transcribe_diarize musicgen musicgen_melody phi4_multimodal qwen4_exp"
+        "moshi moss_transcribe_diarize musicgen musicgen_melody phi4_multimodal qwen4_exp"
     ),
     "audio": (
         "fun_asr_nano granite_speech granite_speech_plus inkling_mm_model kyutai_speech_to_text muse_spark "
@@ -326,20 +338,21 @@ _REASONS: Mapping[str, str] = {
     ),
     "a vision model that mca does not know; its text part is of a supported type": (
         "aria deepseek_vl_hybrid fast_vlm hyperclovax_vision_v2 "
-        "idefics2 idefics3 lfm2_vl lfm3_vl lighton_ocr llava_next llava_next_video llava_onevision "
-        "minicpm_ocr minicpmv4_6 minicpmv4_7 nemotron_h_omni ovis2 perception_lm pp_chart2table qianfan_ocr smolvlm "
+        "idefics2 lfm3_vl lighton_ocr llava_next_video "
+        "minicpm_ocr minicpmv4_6 minicpmv4_7 nemotron_h_omni perception_lm pp_chart2table qianfan_ocr "
         "video_llama_3 video_llava vipllava"
     ),
     "a vision model and a text part that mca does not know": (
-        "cohere_compass cosmos3_edge deepseek_ocr2 ernie4_5_vl_moe glm5_next glm_ocr glmga granite_docling hunyuan_vl "
+        "cohere_compass cosmos3_edge deepseek_ocr2 glm5_next glm_ocr glmga granite_docling hunyuan_vl "
         "inkling2 kosmos-2 kosmos-2.5 mistral_large4 molmo2 muse_glimmer paddleocr_vl step3p7 unlimited_ocr"
     ),
     "text that attends to the prompt in both directions": "paligemma",
+    "routed experts for the tokens of images next to those for text": "ernie4_5_vl_moe",
     "a Q-Former between the vision model and the text part": (
         "blip-2 granite4_vision instructblip instructblipvideo"
     ),
     "images as tokens of a codebook": "chameleon janus",
-    "cross-attention to the features of an image or a protein": "blip evolla idefics",
+    "cross-attention to the features of an image or a protein": "blip evolla idefics mllama",
     "an encoder-decoder model": (
         "florence2 pix2struct pp_formulanet t5gemma2 udop vision-encoder-decoder canary cohere_asr dia moonshine "
         "moonshine_streaming pop2piano seamless_m4t seamless_m4t_v2 speech-encoder-decoder speech_to_text speecht5"

@@ -20,6 +20,7 @@ _ENDS: dict[str, HeadKind] = {
 _SEQUENCE = {
     "apertus": "Apertus",
     "arcee": "Arcee",
+    "axk1": "AXK1",
     "bloom": "Bloom",
     "deepseek_v2": "DeepseekV2",
     "deepseek_v3": "DeepseekV3",

@@ -45,7 +45,7 @@ FAMILY = vision_language_family(
     "exaone4_5",
     "Exaone4_5_ForConditionalGeneration",
     {"exaone4": TEXT, "exaone4_5_text": replace(TEXT, model_type="exaone4_5_text")},
-    VisionModel(tensors=tensors, spellings=SPELLINGS[1:], projector=MERGERS),
+    VisionModel(tensors=tensors, spellings=SPELLINGS[1:], projector=MERGERS, video_tokens="together"),
     NestedTextConfig(text_model_type="", defaults={"image_token_id": 67, "video_token_id": 68}),
     assumed=True,
 )

@@ -100,7 +100,7 @@ CONFIG = ConfigTable(
         Field("embedding_multiplier", "embedding_multiplier", 1.0),
     ),
     defaults={**BAMBA, "mamba_d_ssm": 1024, "num_key_value_heads": 8, "pad_token_id": 0},
-    constants={"mamba_beside_attention": True},
+    constants={"mamba_parallel_attention": True},
     fixed=(
         SILU,
         NO_ATTENTION_BIAS,

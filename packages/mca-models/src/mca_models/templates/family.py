@@ -34,7 +34,7 @@ def count_mtp_layers(config: McaModelConfig, names: Collection[str], prefix: str
     mtp = prefix or f"model.layers.{config.num_layers}."
     if config.mtp_num_layers and not any(name.startswith(mtp) for name in names):
         logger.warning(
-            "config.json has %s, the checkpoint none; the model is built without",
+            "config.json counts %s, but the checkpoint has no such tensors; the model is built without",
             counted(config.mtp_num_layers, "MTP layer"),
         )
         return 0
@@ -67,6 +67,7 @@ class Family:
         moe: Names inside an expert layer, if the family has any and files may hold them one by one.
         detect_extra: Entries of ``extra`` that only the names and shapes of tensors show.
         count_mtp: Number of MTP layers in a checkpoint with these tensor names.
+        detect_fields: Fields of the configuration that only the names of tensors show.
         copies: HF tensors that may repeat another one, in addition to a tied head.
         unadaptable: Modules that PEFT refuses to adapt in models of this type, or adapts without effect.
         transposed_experts: The stacked weights of routed experts are stored transposed, which PEFT does not know.
@@ -90,6 +91,7 @@ class Family:
         lambda config, names, shapes: {}
     )
     count_mtp: Callable[[McaModelConfig, Collection[str]], int] = count_mtp_layers
+    detect_fields: Callable[[McaModelConfig, Collection[str]], Values] = lambda config, names: {}
     copies: Callable[[FamilyConfig], Mapping[str, str]] = lambda config: {}
     unadaptable: frozenset[str] = frozenset()
     transposed_experts: bool = False
@@ -151,7 +153,8 @@ class Family:
         shapes = shapes or {}
         if self.vision is not None:
             return self._with_vision_names(self.vision, config, names, shapes)
-        config = config.replace_fields(mtp_num_layers=self.count_mtp(config, names))
+        shown = {"mtp_num_layers": self.count_mtp(config, names), **self.detect_fields(config, names)}
+        config = config.replace_fields(**shown)
         extra = {**config.extra, **self.detect_extra(config, names, shapes)}
         if self.moe:
             extra |= _stacked_experts(names)
@@ -173,7 +176,7 @@ class Family:
             extra["hf_duplicates"] = [spelling.text_to_file(name) for name in extra["hf_duplicates"]]
         if more := vision.more(config, spelling, names, shapes):
             logger.warning(
-                "copies unchanged what is not known of the vision model: %s (%s)",
+                "copied unchanged and not trained, because mca does not know them: %s of the vision model (%s)",
                 counted(len(more), "tensor"),
                 next(iter(more)),
             )

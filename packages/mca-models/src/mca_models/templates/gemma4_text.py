@@ -147,7 +147,7 @@ def _experts(hf: HfConfig) -> JsonObject:
     ).check(hf)
     return {
         **{"num_moe_experts": hf["num_experts"], "moe_ffn_hidden_size": hf["moe_intermediate_size"]},
-        **{"moe_router_topk": hf["top_k_experts"], "experts_beside_mlp": True},
+        **{"moe_router_topk": hf["top_k_experts"], "moe_parallel_dense_mlp": True},
         "moe_shared_expert_intermediate_size": hf["intermediate_size"],
     }
 
@@ -167,7 +167,7 @@ def write(values: Values) -> HfConfig:
         "num_experts": values["num_moe_experts"],
         "moe_intermediate_size": values["moe_ffn_hidden_size"],
     }
-    if values["experts_beside_mlp"]:
+    if values["moe_parallel_dense_mlp"]:
         shared |= {**experts, "top_k_experts": values["moe_router_topk"], "enable_moe_block": True}
     return {**shared, **sizes, "rope_parameters": {FULL: full, SLIDING: local}}
 
@@ -239,8 +239,7 @@ def unused_keys(config: McaModelConfig, names: Collection[str], shapes: Mapping[
     left = sorted(known.intersection(names))
     if left:
         logger.warning(
-            "leaves out %s of keys and values (%s, ...): their layers take those of earlier ones, and an "
-            "export has none",
+            "not read or exported: %s of keys and values (%s, ...), whose layers use those of earlier layers",
             counted(len(left), "tensor"),
             left[0],
         )

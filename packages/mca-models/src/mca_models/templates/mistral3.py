@@ -55,6 +55,13 @@ def tensors(config: McaModelConfig) -> Shapes:
     }
 
 
+def tokens_of_size(config: McaModelConfig, height: int, width: int) -> int:
+    """Return the features of an image of ``height`` times ``width`` pixels."""
+    about, vision = vision_values(config)
+    side = vision.size("patch_size", 16) * about.size("spatial_merge_size", 2)
+    return int(height // side) * int(width // side)
+
+
 FAMILY = vision_language_family(
     "mistral3",
     "Mistral3ForConditionalGeneration",
@@ -64,6 +71,7 @@ FAMILY = vision_language_family(
         spellings=(llava_spelling(TOWER, PROJECTOR), module_spelling(TOWER, PROJECTOR)),
         projector=(PROJECTOR,),
         image_tokens="lines",
+        tokens_of_size=tokens_of_size,
     ),
     NestedTextConfig(text_model_type="", tied=True),
     assumed=True,

@@ -65,7 +65,7 @@ FAMILY = vision_language_family(
         unused=lambda config: (f"{AUDIO_TOWER}audio_bos_eos_token.",),
         video_tokens="together",
         tokens_per_second=25,
-        video_rules=VideoRules(fps=2, pixels=(128 * 28**2, 768 * 28**2)),
+        video_rules=VideoRules(fps=2, pixels=(128 * 28**2, 768 * 28**2), sound="chunks"),
         audio=POOLED,
     ),
     INSIDE,

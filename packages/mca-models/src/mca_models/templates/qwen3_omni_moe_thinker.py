@@ -77,7 +77,7 @@ FAMILY = vision_language_family(
         projector=(f"{VISUAL}merger", f"{AUDIO_TOWER}proj"),
         video_tokens="together",
         tokens_per_second=25,
-        video_rules=VideoRules(fps=1, pixels=(128 * 32**2, 768 * 32**2), exact=True),
+        video_rules=VideoRules(fps=1, pixels=(128 * 32**2, 768 * 32**2), exact=True, sound="time"),
         audio=STRIDED,
     ),
     INSIDE,

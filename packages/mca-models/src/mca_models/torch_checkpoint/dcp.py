@@ -31,8 +31,7 @@ from mca_models.torch_checkpoint.allowed_globals import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from mca_models.torch_checkpoint.pickle_reader import read_pickle
-from mca_models.torch_checkpoint.torch_file import MAX_PICKLE_BYTES, read_archive
+from mca_models.torch_checkpoint.torch_file import MAX_PICKLE_BYTES, read_archive, read_pickle
 
 METADATA = ".metadata"
 

@@ -73,9 +73,9 @@ def open_torch_dist(path: Path, config: McaModelConfig | None = None) -> Foreign
     config = config or _config_near(folder)
     if config.mtp_num_layers and not any("mtp.layers." in name for name in directory.tensors):
         logger.warning(
-            "the configuration counts %s; %s holds none",
-            counted(config.mtp_num_layers, "MTP layer"),
+            "%s: the configuration counts %s, but the checkpoint has no such tensors; the model is built without",
             folder,
+            counted(config.mtp_num_layers, "MTP layer"),
         )
         config = config.replace_fields(mtp_num_layers=0)
     return _Reader(directory, config).source(path)

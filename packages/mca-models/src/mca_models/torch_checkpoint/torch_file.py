@@ -7,13 +7,14 @@ Since torch 1.6 such a file is a zip archive of uncompressed members under one f
     <folder>/byteorder     "little" or "big"
     <folder>/version, .format_version, .storage_alignment, .data/serialization_id
 
-The pickle is read by ``pickle_reader``, which executes nothing. A tensor that is a small view of a large
+The pickle is read by ``read_pickle``, which executes nothing. A tensor that is a small view of a large
 storage costs what the view holds, not what the file stores.
 """
 
 import errno
 import io
 import os
+import pickle
 import struct
 import zipfile
 from collections.abc import Mapping
@@ -25,11 +26,52 @@ from mca_config.errors import McaError
 from mca_config.files import open_regular
 from mca_models.storage.dtypes import ITEM_SIZES
 from mca_models.storage.lazy_tensor import StridedTensor
-from mca_models.torch_checkpoint.allowed_globals import Dtype, Pickled, StorageRef, TensorRef
-from mca_models.torch_checkpoint.pickle_reader import read_pickle
+from mca_models.torch_checkpoint.allowed_globals import (
+    GLOBALS,
+    Dtype,
+    Pickled,
+    StorageRef,
+    TensorRef,
+    persistent,
+)
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
+
+
+class _Refused(Exception):
+    """A global that is not in the table."""
+
+
+class _Reader(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Pickled:
+        """The stand-in for a global; nothing is imported."""
+        try:
+            return GLOBALS[module, name]
+        except KeyError:
+            raise _Refused(f"{module}.{name}") from None
+
+    def persistent_load(self, pid: Pickled) -> Pickled:
+        """The storage that a persistent id names."""
+        return persistent(pid)
+
+
+def read_pickle(data: bytes, where: str) -> Pickled:
+    """Read the pickle ``data`` into plain values and stand-ins; ``where`` names it in errors.
+
+    Raises:
+        McaError: It names a global that has no stand-in, or is damaged.
+    """
+    try:
+        return _Reader(io.BytesIO(data)).load()
+    except _Refused as refused:
+        raise McaError(
+            f"{where}: the pickle names {refused}, which a checkpoint of weights does not need; nothing was "
+            "executed. Save the weights alone and try again, or do not trust the file"
+        ) from None
+    except Exception as error:  # the interpreter raises nearly any kind on bytes that are no pickle
+        raise McaError(f"{where}: not a pickle that can be read ({error}); the file is damaged") from None
+
 
 MAX_PICKLE_BYTES = 1 << 30
 EXTRA_STATE = "_extra_state"

@@ -13,7 +13,7 @@ from mca_config.model_config import McaModelConfig
 from mca_models.media import attention_ends, feature_rows_of_batch, positions
 from mca_models.megatron.features.media import image_reach
 from mca_train.batching.micro_batch import MicroBatch
-from mca_train.data.joined_tensors import join_tensors
+from mca_train.data.image_tokens import join_tensors
 from mca_train.types import Sample
 
 Cut = Callable[[Tensor, int], Tensor]
@@ -47,11 +47,16 @@ class ImageBatching:
         if not any(found):
             return batch
         counted = [
-            images.tokens for images, (_, counts) in zip(found, sequences, strict=True) if images and counts
+            place
+            for images, (_, counts) in zip(found, sequences, strict=True)
+            for place in (images.places if images and counts else ())
         ]
         found += [None] * (len(lengths) - len(found))  # padding of a pack
         packed = batch.cu_seqlens is not None
-        made = replace(batch, image_tokens=sum(counted))
+        seen, heard = (
+            sum(place.tokens for place in counted if place.medium == medium) for medium in ("image", "audio")
+        )
+        made = replace(batch, image_tokens=seen, audio_tokens=heard)
         if self.sections:
             whole = [
                 torch.from_numpy(positions(length, images.places if images else ()))

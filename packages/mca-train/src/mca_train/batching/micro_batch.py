@@ -53,7 +53,9 @@ class MicroBatch:
     routed_experts: Tensor | None = None
     """``[b, s, layers with experts, topk]`` int16: experts that an engine chose, -1 where the routers choose."""
     image_tokens: int = 0
-    """Number of image placeholder tokens, over all context-parallel ranks."""
+    """Number of placeholders of images and videos, over all context-parallel ranks."""
+    audio_tokens: int = 0
+    """Number of placeholders of audio, over all context-parallel ranks."""
 
     def segments_at_depth(self, depth: int = 0) -> Tensor:
         """Return `segments` ``[b, s]`` of tokens followed by at least ``depth`` others of their sequence, else -1."""
@@ -121,8 +123,13 @@ class StepBatch:
 
     @property
     def image_tokens(self) -> int:
-        """Image tokens on this data-parallel rank."""
+        """Tokens of images and videos on this data-parallel rank."""
         return sum(batch.image_tokens for batch in self.micro_batches)
+
+    @property
+    def audio_tokens(self) -> int:
+        """Tokens of audio on this data-parallel rank."""
+        return sum(batch.audio_tokens for batch in self.micro_batches)
 
     def without_routed_experts(self) -> "StepBatch":
         """Return a copy for a model with other routers, which then choose their experts."""

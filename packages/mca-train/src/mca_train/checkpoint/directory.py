@@ -1,82 +1,29 @@
-"""Checkpoint directories of a run: names, completeness, the latest one, the ones to delete."""
+"""Checkpoint directories of a run: completeness, the ones to delete, and the state in them."""
 
 import json
 import logging
-import re
 from pathlib import Path
 
 from mca_config.errors import McaError, UsageError
-from mca_config.files import naming_read_errors, read_json
+from mca_config.files import read_json
 from mca_models.megatron.distributed.collectives import run_on_first_rank
 from mca_train.batching.position import RunPosition
 from mca_train.checkpoint import integrity
 from mca_train.checkpoint.loop_state import LoopState, Totals
-from mca_train.checkpoint.training_state import TRAINING
+from mca_train.checkpoint.output_files import (
+    PREFIX,
+    STATE_FILE,
+    TRAINING,
+    checkpoint_step,
+    checkpoints,
+    named_step,
+    resolve,
+)
 from mca_train.groups import Ranks
 from mca_train.lr_schedule import followed_metric
 from mca_train.types import OptimizerState, TrainingArguments
 
 logger = logging.getLogger(__name__)
-
-PREFIX = "checkpoint"
-STATE_FILE = "trainer_state.json"
-_NAME = re.compile(rf"{PREFIX}-(\d+)")
-
-
-def checkpoints(output_dir: Path) -> list[Path]:
-    """Return the complete checkpoints in ``output_dir``, oldest step first.
-
-    Raises:
-        McaError: It cannot be listed.
-    """
-    with naming_read_errors(output_dir):
-        try:
-            names = [path.name for path in output_dir.iterdir()]
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        matches = [(int(m[1]), output_dir / name) for name in names if (m := _NAME.fullmatch(name))]
-        return [path for _, path in sorted(matches) if (path / STATE_FILE).is_file()]
-
-
-def checkpoint_step(checkpoint: Path) -> int:
-    """Return the step of one of `checkpoints`."""
-    return int(checkpoint.name.removeprefix(f"{PREFIX}-"))
-
-
-def resolve(resume: str | bool | None, output_dir: Path) -> Path | None:
-    """Return the checkpoint that ``resume_from_checkpoint`` selects.
-
-    Args:
-        resume: None or False: none. True or "true": the latest, which must exist. "auto": the latest if there is one.
-            Else a path.
-        output_dir: Directory with the run's checkpoints.
-
-    Raises:
-        McaError: It does not exist or is not complete.
-    """
-    word = str(resume).lower()
-    if resume is None or word in ("false", "none", ""):
-        return None
-    if word in ("true", "last", "auto"):
-        last = next(reversed(checkpoints(output_dir)), None)
-        if last is None and word != "auto":
-            raise McaError(f"resume_from_checkpoint: no complete {PREFIX}-<step> in {output_dir}")
-        return last
-    path = Path(str(resume))
-    if not path.is_dir():
-        what = "is a file, not a directory" if path.exists() else "does not exist"
-        raise UsageError(f"resume_from_checkpoint: {path} {what}")
-    inside = checkpoints(path)
-    if inside and not (path / TRAINING).is_dir():
-        raise McaError(
-            f"resume_from_checkpoint: {path} is the output_dir of a run; set a checkpoint in it ({inside[-1].name}), "
-            "or continue that run with output_dir and auto"
-        )
-    if not (path / STATE_FILE).is_file():
-        raise McaError(
-            f"resume_from_checkpoint: {path} has no {STATE_FILE}, so it is not a training checkpoint"
-        )
-    return path
 
 
 def find(resume: str | bool | None, output_dir: Path, ranks: Ranks) -> Path | None:
@@ -110,8 +57,8 @@ def _warn_incomplete(output_dir: Path, newest: Path | None) -> None:
     """Warn about directories named like newer checkpoints that are incomplete."""
     step = checkpoint_step(newest) if newest else -1
     for path in sorted(output_dir.glob(f"{PREFIX}-*")):
-        match = _NAME.fullmatch(path.name)
-        if match and int(match[1]) > step:
+        found = named_step(path.name)
+        if found is not None and found > step:
             logger.warning("%s has no %s; it is incomplete and ignored", path, STATE_FILE)
 
 

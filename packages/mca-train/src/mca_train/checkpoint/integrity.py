@@ -17,7 +17,7 @@ from mca_models.storage.atomic import write_file
 from mca_models.storage.manifest import FILE_NAME as MODEL_MANIFEST
 from mca_models.storage.manifest import Manifest
 from mca_train import groups
-from mca_train.checkpoint.model import HF_FOLDER
+from mca_train.checkpoint.output_files import HF_FOLDER
 from mca_train.groups import Ranks
 
 MANIFEST = Path("training") / "manifest.json"

@@ -20,10 +20,10 @@ from mca_models.megatron.factory.fill import shard_rank_and_size
 from mca_models.megatron.peft import PeftModels
 from mca_models.megatron.tensors import to_torch
 from mca_train.checkpoint.main_params import ReadFp32, SavedWeights
+from mca_train.checkpoint.output_files import HF_FOLDER
 from mca_train.types import PreTrainedTokenizerBase, VirtualModels
 
 _LATEST = "latest_checkpointed_iteration.txt"  # readers start here, so it is written last and deleted first
-HF_FOLDER = "hf"
 
 _MAY_DIFFER = {
     "attention_dropout",

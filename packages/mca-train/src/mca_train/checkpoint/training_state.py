@@ -24,14 +24,13 @@ from mca_train.checkpoint import fp8_scales, optimizer_state
 from mca_train.checkpoint.integrity import ARGUMENTS_FILE
 from mca_train.checkpoint.loop_state import LoopState
 from mca_train.checkpoint.main_params import SavedWeights
+from mca_train.checkpoint.output_files import TRAINING
 from mca_train.engine.engine import Engine
 from mca_train.engine.rng import load_rng, matches_layout, save_rng
 from mca_train.groups import Ranks
 from mca_train.types import Upstream
 
 logger = logging.getLogger(__name__)
-
-TRAINING = "training"
 
 
 class Schedule(Protocol):
@@ -115,18 +114,21 @@ class TrainingState:
         schedule = json.loads((folder / "scheduler.json").read_text())
         self._scheduler.load_state_dict(schedule, self._place.schedule)
 
-    def load_rng(self, checkpoint: Path) -> None:
+    def load_rng(self, checkpoint: Path, *, drops: bool) -> None:
         """Restore the random states, on all ranks or on none; collective.
 
         On another layout every rank keeps its new one: tensor ranks would otherwise drop replicated values differently.
+
+        Args:
+            checkpoint: The checkpoint.
+            drops: The model has dropout, so that new random states are worth a warning.
         """
         folder = checkpoint / TRAINING
         if all(run_on_all_ranks_unwrapped(lambda: matches_layout(folder, self._ranks))):
             run_on_all_ranks_unwrapped(lambda: load_rng(folder, self._ranks))
-        else:
+        elif drops:
             logger.warning(
-                "%s: holds no random states of this layout; dropout starts with new random numbers",
-                checkpoint,
+                "%s was written on another layout: dropout continues with other random numbers", checkpoint
             )
 
     def _modules(self) -> list[Upstream]:

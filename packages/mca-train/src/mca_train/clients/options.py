@@ -1,11 +1,11 @@
 """Translation of the trainer options of LLaMA-Factory to those of mca's trainers."""
 
 from collections.abc import Collection
-from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
 from mca_config.types import JsonObject, Typed, Values
+from mca_models.megatron.features.vision_tower import Part, model_parts
 from mca_models.megatron.peft import get_peft_model, load_adapter
 from mca_models.megatron.virtual_models import VirtualModels
 from mca_train.batching.collate import CollatorFormat
@@ -14,8 +14,9 @@ from mca_train.clients.unsupported import reject_unsupported
 from mca_train.trainer.base import TrainerOptions
 
 _ARGUMENTS = ("model_args", "data_args", "finetuning_args")
-_FREEZE: dict[Literal["language", "vision", "projector"], str] = {
+_FREEZE: dict[Part, str] = {
     "vision": "freeze_vision_tower",
+    "audio": "freeze_vision_tower",
     "projector": "freeze_multi_modal_projector",
     "language": "freeze_language_model",
 }
@@ -59,7 +60,7 @@ def _trained_model(model: VirtualModels, client: Values, seed: int) -> VirtualMo
     """Return ``model`` with the parts frozen that LLaMA-Factory freezes, or with its adapter."""
     if not client:
         return model
-    parts = [part for part, option in _FREEZE.items() if not client[option]]
+    parts = [part for part in model_parts(model.config) if not client[_FREEZE[part]]]
     if client["finetuning_type"] == "lora":
         return _adapted(model, client, seed, parts)
     if model.config.vision is not None:
@@ -71,7 +72,7 @@ def _adapted(
     model: VirtualModels,
     client: Values,
     seed: int,
-    parts: Collection[Literal["language", "vision", "projector"]],
+    parts: Collection[Part],
 ) -> VirtualModels:
     if paths := client["adapter_name_or_path"]:
         return load_adapter(model, paths[0])

@@ -39,6 +39,11 @@ def problems(client: Values, args: Values) -> Iterator[str]:
     stage, method = client.get("stage", "sft"), client.get("finetuning_type", "full")
     if method not in ("full", "lora"):
         yield f"finetuning_type: {method} is not supported by the mcore_adapter facade; set full or lora"
+    if (revision := client.get("model_revision", "main")) != "main":
+        yield (
+            f"model_revision: {revision} is not supported by the mcore_adapter facade, which would load main; "
+            "download that revision and set model_name_or_path to its directory"
+        )
     if method == "lora" and (
         client.get("create_new_adapter") or len(client["adapter_name_or_path"] or ()) > 1
     ):

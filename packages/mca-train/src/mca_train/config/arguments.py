@@ -104,6 +104,12 @@ class DataArguments:
     video_max_seconds: float | None = field(
         default=None, metadata={"help": "Longest video of a row; a longer one is an error. None: any."}
     )
+    use_audio_in_video: bool = field(
+        default=False,
+        metadata={
+            "help": "Use the sound of videos, between their frames (Qwen2.5-Omni, Qwen3-Omni); needs the extra audio."
+        },
+    )
     audios_column: str = field(
         default=DefaultColumn("audios"),
         metadata={"help": "Column with the audio clips of a row, for <audio> and parts of type audio."},

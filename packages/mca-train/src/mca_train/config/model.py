@@ -16,7 +16,6 @@ from mca_models.checkpoint.mca_directory import is_mca, load_config
 from mca_models.checkpoint_kinds import CheckpointKind, checkpoint_kind, open_checkpoint
 from mca_models.lora import AdapterConfig, load_adapter_rules, rules_for_training
 from mca_models.lora.peft_names import complete_peft_config
-from mca_models.megatron import platform
 from mca_models.templates import config_from_hf
 from mca_models.templates.parts.passthrough import without_passthrough
 from mca_train.config.arguments import LaunchArguments, LoraArguments
@@ -58,6 +57,8 @@ def local_world_size(launch: LaunchArguments, layout: ParallelLayout) -> int:
         McaError: ``nproc_per_node`` is above the number of GPUs.
     """
     import torch
+
+    from mca_models.megatron import platform
 
     gpus = torch.cuda.device_count() if platform.device_type() == "cuda" else 0
     if launch.nproc_per_node and 0 < gpus < launch.nproc_per_node:

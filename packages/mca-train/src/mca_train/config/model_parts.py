@@ -1,16 +1,16 @@
-"""Trained parts of a vision-language model: selection and checks.
+"""Trained parts of a multimodal model: selection and checks.
 
 ``mca_models`` freezes the other parts, and ``engine`` sets the learning rates of the parts.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING
 
 from mca_config.model_config import McaModelConfig
 from mca_models.lora import load_adapter_rules
 from mca_models.megatron.features.media import image_problems
-from mca_models.megatron.features.vision_tower import model_part
+from mca_models.megatron.features.vision_tower import PARTS, Part, model_part, model_parts
 from mca_train.config.arguments import LoraArguments
 
 if TYPE_CHECKING:
@@ -18,17 +18,16 @@ if TYPE_CHECKING:
     from mca_models.lora import AdapterRules
     from mca_models.megatron.types import MegatronConfig
 
-Part = Literal["vision", "projector", "language"]
-PARTS: tuple[Part, ...] = get_args(Part)
-SEEING: tuple[Part, ...] = ("vision", "projector")
-"""Parts that only images need; they are frozen by default."""
-_KEYS = ("freeze", "vision_learning_rate", "projector_learning_rate")
+MEDIA_PARTS: tuple[Part, ...] = ("vision", "audio", "projector")
+"""Parts that only media need; they are frozen by default."""
+PART_RATES: Mapping[Part, str] = {part: f"{part}_learning_rate" for part in MEDIA_PARTS}
+_KEYS = ("freeze", *PART_RATES.values())
 
 
-def trained_parts(training: "TrainingArguments") -> frozenset[Part]:
-    """Return the trained parts."""
-    frozen = SEEING if training.freeze is None else training.freeze
-    return frozenset(part for part in PARTS if part not in frozen)
+def trained_parts(training: "TrainingArguments", config: McaModelConfig) -> frozenset[Part]:
+    """Return the trained parts of a model."""
+    frozen = MEDIA_PARTS if training.freeze is None else training.freeze
+    return frozenset(part for part in model_parts(config) if part not in frozen)
 
 
 def adapted_parts(directory: str, config: McaModelConfig) -> frozenset[Part]:
@@ -48,41 +47,55 @@ def part_problems(
 ) -> Iterator[str]:
     """Yield problems of keys about parts: absent or frozen parts, and parts that cannot be trained in this way."""
     keys = [key for key in _KEYS if getattr(training, key) is not None]
+    yield from absent_parts(training, config)
     if config.vision is None:
-        if keys:
-            yield f"{', '.join(keys)}: a {config.model_type} model has no vision part; remove the key"
         return
     path = lora.adapter_name_or_path
     if path is not None and keys:
         yield f"{', '.join(keys)}: the adapter of adapter_name_or_path has its own settings; remove the key"
         return
-    trained = trained_parts(training) if path is None else adapted_parts(path, config)
+    trained = trained_parts(training, config) if path is None else adapted_parts(path, config)
     if not trained:
-        yield f"freeze: {', '.join(PARTS)} are all parts, so no parameter would be trained; remove one of them"
+        parts = ", ".join(model_parts(config))
+        yield f"freeze: {parts} are all parts, so no parameter would be trained; remove one of them"
     yield from trained_problems(training, trained, adapted=lora.is_enabled)
     if trained - {"language"}:
         yield from image_problems(config, config.layout, megatron)
 
 
+def absent_parts(training: "TrainingArguments", config: McaModelConfig) -> Iterator[str]:
+    """Yield problems of keys about parts that a model does not have."""
+    parts = model_parts(config)
+    if len(parts) == 1:
+        if keys := [key for key in _KEYS if getattr(training, key) is not None]:
+            yield f"{', '.join(keys)}: a {config.model_type} model has one part; remove the key"
+        return
+    having = f"a {config.model_type} model has no such part, only {', '.join(parts)}"
+    if absent := [part for part in training.freeze or () if part not in parts]:
+        yield f"freeze: {', '.join(absent)}: {having}; remove it"
+    for part, key in PART_RATES.items():
+        if getattr(training, key) is not None and part not in parts:
+            yield f"{key}: {having}; remove the key"
+
+
 def trained_problems(
     training: "TrainingArguments", trained: Collection[Part], *, adapted: bool
 ) -> Iterator[str]:
-    """Yield problems of learning rates of parts, and of overlap_param_gather with a trained vision tower.
+    """Yield problems of learning rates of parts, and of overlap_param_gather with a trained tower.
 
     Args:
-        training: Arguments of a vision-language model.
+        training: Arguments of a multimodal model.
         trained: Its trained parts.
         adapted: Only an adapter is trained.
     """
-    rates = {part: f"{part}_learning_rate" for part in SEEING}
-    keys = {part: key for part, key in rates.items() if getattr(training, key) is not None}
+    keys = {part: key for part, key in PART_RATES.items() if getattr(training, key) is not None}
     if adapted and keys:
         yield f"{', '.join(keys.values())}: an adapter has one learning rate; remove the key"
     for part, key in keys.items():
         if not adapted and part not in trained:
             yield f"{key}: {part} is frozen; set freeze to a list without it, or remove the key"
-    if training.overlap_param_gather and not set(SEEING).isdisjoint(trained):
+    if training.overlap_param_gather and not set(MEDIA_PARTS).isdisjoint(trained):
         yield (
-            "overlap_param_gather is not supported with a trained vision tower, which ranks without an image do not "
-            "run, so that they would gather weights in another order; set it to false, or freeze vision and projector"
+            "overlap_param_gather is not supported with a trained vision or audio tower, which ranks without media do "
+            "not run, so that they would gather weights in another order; set it to false, or remove freeze"
         )

@@ -46,6 +46,7 @@ _SET = {
     "virtual_pipeline_model_parallel_size": "vpp vpp_size",
     "context_parallel_size": "cp cp_size",
     "expert_model_parallel_size": "ep ep_size",
+    "use_audio_in_video": "load_audio_from_video",
     "nproc_per_node": "local_ranks num_processes",
 }
 _DATASET = "set train_file for a file, or datasets: [{path: org/name}] for a dataset of the Hub"
@@ -60,10 +61,7 @@ _TARGETS = "the answers of conversations are the targets, in mca-train pretrain 
 _MIXED = "in proportion to weights: set weight in the entries of datasets"
 _PIXELS = "images have the sizes that the model's preprocessor_config.json allows; change them there"
 _LENGTHS = "prompt and answer together have at most seq_length tokens; set that instead"
-_SOUND = (
-    "the sound of a video is not read; remove the key, and give the sound as an audio clip next to the video"
-)
-_PARTS = "set freeze to a list of the parts that are not trained: vision, projector, language"
+_PARTS = "set freeze to a list of the parts that are not trained: vision, audio, projector, language"
 _ANOTHER_WAY = {
     "stage": "the kind of run is the word after mca-train, and mca-train --help lists the kinds; remove the key",
     "finetuning_type": "full fine-tuning is the default; set lora_rank for an adapter, or remove the key",
@@ -80,7 +78,6 @@ _ANOTHER_WAY = {
     **dict.fromkeys(("train_on_prompt", "assistant_only_loss", "completion_only_loss"), _TARGETS),
     **dict.fromkeys(("mix_strategy", "interleave_probs"), _MIXED),
     **dict.fromkeys(("image_max_pixels", "image_min_pixels"), _PIXELS),
-    **dict.fromkeys(("use_audio_in_video", "load_audio_from_video"), _SOUND),
     **dict.fromkeys(("max_prompt_length", "max_completion_length"), _LENGTHS),
     **dict.fromkeys(("freeze_vision_tower", "freeze_multi_modal_projector", "freeze_language_model"), _PARTS),
     "padding_free": "packs have no padding between their samples: set sequence_packing to true",

@@ -1,24 +1,20 @@
-"""`Settings`: the configuration file and the command line of a run, read once as typed arguments.
+"""`Settings`: the typed arguments of a run.
 
-`mca_train.run.rules` checks their combination. `mca_config.fields` converts values to the types of fields.
+`mca_train.run.settings` reads them from the configuration file and the command line, `mca_train.run.rules` checks their
+combination, and `mca_config.fields` converts values to the types of fields.
 """
 
-import contextlib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from mca_config import fields, yaml_text
+from mca_config import fields
 from mca_config.errors import UsageError
-from mca_config.suggestions import suggestion
+from mca_config.printable import suggestion
 from mca_config.types import JsonObject, Typed, Values
 from mca_models.hub import Needed, is_hub_id, resolve_directory
-from mca_models.megatron import platform
 from mca_train.config.arguments import DataArguments, LaunchArguments, LoraArguments
-from mca_train.config.renamed_options import RENAMED
 
 if TYPE_CHECKING:
     from mca_config.training import TrainingArguments
@@ -55,88 +51,6 @@ class Settings:
     where: str
 
 
-def load_values(config: Path | None, overrides: list[str]) -> tuple[JsonObject, str]:
-    """Return the file's values, overridden by the command line's, and the name of the two in an error."""
-    words = parse_overrides(overrides)
-    if config is None:
-        return words, "the command line"
-    return read_yaml(config) | words, f"{config}{' and the command line' if words else ''}"
-
-
-def read_yaml(path: Path) -> JsonObject:
-    """Return the mapping in ``path``.
-
-    Raises:
-        UsageError: The file is missing, cannot be read, is not YAML, or is not a mapping with string keys.
-    """
-    if path.is_dir():
-        raise UsageError(f"configuration file {path} is a directory; name a YAML file")
-    if not path.exists():
-        raise UsageError(f"configuration file {path} does not exist")
-    if not path.is_file():
-        raise UsageError(
-            f"configuration file {path} is a pipe or a device, but every rank reads it; name a file"
-        )
-    try:
-        data = yaml_text.parse_fields(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"configuration file {path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise UsageError(f"{path} is not valid YAML: {error}") from error
-    if data is None:
-        return {}
-    if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
-        raise UsageError(f"{path} must hold 'key: value' lines; its top level is {type(data).__name__}")
-    return data
-
-
-def parse_overrides(words: Sequence[str]) -> JsonObject:
-    """Parse ``--key value``, ``--key=value``, ``--flag`` and ``--list a b`` to a mapping, with underscores for dashes.
-
-    Raises:
-        UsageError: A word is not part of any ``--key``.
-    """
-    found: dict[str, list[str]] = {}
-    key = None
-    for word in words:
-        if word.startswith("--") and len(word) > 2:
-            name, equals, value = word[2:].partition("=")
-            key = name.replace("-", "_")
-            if key in found:
-                raise UsageError(f"--{key} is given twice")
-            found[key] = [value] if equals else []
-        elif key is None:
-            raise UsageError(f"unexpected argument '{word}'; overrides look like --key value")
-        else:
-            found[key].append(word)
-    return {key: _scalar(values) for key, values in found.items()}
-
-
-def _scalar(words: list[str]) -> object:
-    if not words:
-        return True
-    values = [_read(word) for word in words]
-    return values[0] if len(values) == 1 else values
-
-
-def _read(word: str) -> object:
-    """Parse ``word`` as YAML; return it unchanged if that fails (a path such as ``a: b`` or ``@x``)."""
-    if ": " in word:
-        return word
-    try:
-        return _mapping(word) if word.startswith("{") else yaml_text.parse_fields(word)
-    except ValueError:
-        return word
-
-
-def _mapping(word: str) -> object:
-    """Parse a mapping in braces, whose values have no declared type: ``1e-05``, as JSON writes it, is a number too."""
-    found = yaml_text.parse(word)
-    with contextlib.suppress(ValueError):
-        return json.loads(word)
-    return found
-
-
 def has_hub_ids(values: Values) -> bool:
     """Return True if a value is the id of a Hub model."""
     return any(isinstance(values.get(key), str) and is_hub_id(values[key]) for key in _DIRECTORIES)
@@ -162,63 +76,6 @@ def with_directories(values: Values, *, only: Needed = "all") -> JsonObject:
         except ValueError as error:
             raise UsageError(f"{key}: {error}") from error
     return result
-
-
-def parse(
-    values: Values,
-    where: str,
-    *,
-    kind: str,
-    data: type[DataArguments] = DataArguments,
-    own: type | None = None,
-    elsewhere: Mapping[str, str] = MappingProxyType({}),
-    flags: Iterable[str] = (),
-) -> Settings:
-    """Convert ``values`` to the arguments of a run.
-
-    Args:
-        values: Keys and values.
-        where: Origin of the values for error messages.
-        kind: The word after ``mca-train``, whose help lists the keys.
-        data: The class of model and files.
-        own: The class of the arguments of this kind of run.
-        elsewhere: Messages about the keys of other kinds, in addition to those of other programs.
-        flags: Names of the command's flags that are not keys.
-
-    Raises:
-        UsageError: Keys or values are wrong.
-    """
-    from mca_config.training import TrainingArguments
-
-    classes: list[type] = [TrainingArguments, data, LaunchArguments, LoraArguments]
-    training, files, launch, lora, *others = build(
-        [*classes, *([own] if own else [])],
-        _for_this_machine(values),
-        where=where,
-        otherwise=f"mca-train {kind} --help lists the keys",
-        only=["output_dir"],
-        elsewhere={**RENAMED, **elsewhere},
-        flags=flags,
-    )
-    return Settings(
-        training=training,
-        data=files,
-        launch=launch,
-        lora=lora,
-        own=others[0] if others else None,
-        values=values,
-        where=where,
-    )
-
-
-def _for_this_machine(values: Values) -> JsonObject:
-    """Return the keys and values for Hugging Face's arguments on this machine.
-
-    The backend is removed, because Megatron creates the process groups. Without a GPU ``use_cpu`` is on; otherwise
-    Hugging Face treats every rank as the only process.
-    """
-    arguments = {key: value for key, value in values.items() if key != "ddp_backend"}
-    return arguments | ({"use_cpu": True} if platform.device_type() == "cpu" else {})
 
 
 def build(

@@ -58,8 +58,6 @@ class AudioFile(EncodedFile):
         Raises:
             McaError: As in `facts`, or the file has fewer samples than its header states.
         """
-        import soxr
-
         with self._opened() as sound:
             facts = AudioFacts(sound.frames, sound.samplerate)
             mono = sound.read(dtype="float32", always_2d=True).mean(1)
@@ -68,11 +66,7 @@ class AudioFile(EncodedFile):
                 f"audio {self.place}: {len(mono)} of {facts.frames} samples can be decoded; the file is damaged; "
                 "encode it again, or remove the row"
             )
-        found: NDArray[np.float32] = (
-            mono if facts.rate == rate else soxr.resample(mono, facts.rate, rate, quality="HQ")
-        )
-        length = facts.frames_at(rate)
-        return np.pad(found[:length], (0, max(length - len(found), 0)))
+        return resample(mono, facts, rate)
 
     @contextmanager
     def _opened(self) -> Iterator[Upstream]:
@@ -90,6 +84,17 @@ class AudioFile(EncodedFile):
         except (soundfile.SoundFileError, OSError, ValueError, TypeError) as error:
             reason = redacted(" ".join(str(error).split()))[:200]
             raise McaError(f"audio {self.place} cannot be read by soundfile: {reason}") from error
+
+
+def resample(mono: NDArray[np.float32], facts: AudioFacts, rate: int) -> NDArray[np.float32]:
+    """Return the samples ``mono`` of a clip at another rate, with the length that ``facts`` give."""
+    import soxr
+
+    found: NDArray[np.float32] = (
+        mono if facts.rate == rate else soxr.resample(mono, facts.rate, rate, quality="HQ")
+    )
+    length = facts.frames_at(rate)
+    return np.pad(found[:length], (0, max(length - len(found), 0)))
 
 
 def require_audio_packages() -> None:

@@ -80,7 +80,7 @@ class AudioTokens:
         samples = facts.frames_at(self.extractor.sampling_rate)
         if (count := self._tower.tokens(self._config, self._frames(samples))) < 1:
             raise McaError(f"it lasts {facts.seconds:.3f} seconds, too short for one token; remove the row")
-        return Grid.of_audio(count)
+        return Grid.audio(count)
 
     @property
     def _heard(self) -> float | None:
@@ -97,6 +97,10 @@ class AudioTokens:
             return -(-samples // window) * window // hop
         return max(samples, least) // hop if self._tower.unpadded else -(-samples // hop)
 
+    def marks(self, grid: Grid) -> tuple[Sequence[int], Sequence[int]]:
+        """Return the tokens before and after a clip."""
+        return self.before, self.after
+
     def ids(self, grid: Grid) -> list[int]:
         """Return the tokens that replace one placeholder of the chat template."""
         return [self.token] * grid.tokens
@@ -111,9 +115,16 @@ class AudioTokens:
         Raises:
             McaError: The clip cannot be read, or has changed since its placeholders were counted.
         """
+        return self.spectrogram(clip.samples(self.extractor.sampling_rate), grid, f"audio {clip.place}")
+
+    def spectrogram(self, samples: NDArray[np.float32], grid: Grid, place: str) -> dict[str, Tensor]:
+        """Return the inputs of the audio tower for ``samples`` at the rate of the feature extractor.
+
+        Raises:
+            McaError: The clip at ``place`` has changed since its placeholders were counted.
+        """
         rate = self.extractor.sampling_rate
-        samples = clip.samples(rate)
-        require_unchanged(f"audio {clip.place}", grid, self.grid(AudioFacts(len(samples), rate)))
+        require_unchanged(place, grid, self.grid(AudioFacts(len(samples), rate)))
         given = {"sampling_rate": rate, "return_attention_mask": True, "return_tensors": "pt"}
         if self._tower.mask is None:
             return {"input_features": self._joint_windows(samples, given)}
@@ -122,7 +133,7 @@ class AudioTokens:
         made = self.extractor(self._windows(samples), **given)
         mask: Tensor = made[self._made_mask]
         count = self._tower.tokens(self._config, int(mask.sum()))
-        require_unchanged(f"audio {clip.place}", grid, Grid.of_audio(count))
+        require_unchanged(place, grid, Grid.audio(count))
         features = torch.as_tensor(made["input_features"])
         return {"input_features": features, self._tower.mask: mask.to(self._mask_dtype)}
 

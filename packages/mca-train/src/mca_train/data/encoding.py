@@ -16,12 +16,10 @@ from mca_models.media import placeholders
 from mca_train.config.arguments import DataArguments
 from mca_train.data.chat import RESERVED_OPTIONS, Message, TemplateInputs, tokenize_chat
 from mca_train.data.files import require_column
-from mca_train.data.formats import TEMPLATE_INPUTS, media_columns, row_converter
-from mca_train.data.image_tag import MediaTagCheck
+from mca_train.data.formats import TEMPLATE_INPUTS, detect_format, media_columns, row_converter
 from mca_train.data.long_texts import LONG, encode_in_pieces, encode_prefix
 from mca_train.data.message_parts import require_no_data, with_types
-from mca_train.data.placeholders import require_no_placeholders, spell_placeholders
-from mca_train.data.row_formats import detect_format
+from mca_train.data.placeholders import MediaTagCheck, require_no_placeholders, spell_placeholders
 from mca_train.data.tools import parse_mapping, parse_tools, with_parsed_arguments
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from mca_config.types import JsonObject, Values
 from mca_models.hub import is_hub_id
 from mca_train.config.arguments import DataArguments
 from mca_train.data.formats import COLUMNS, TEMPLATE_INPUTS, media_columns
-from mca_train.data.tool_arguments import json_features
+from mca_train.data.tools import json_features
 from mca_train.data.urls import (
     download,
     download_error,

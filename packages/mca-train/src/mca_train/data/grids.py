@@ -17,6 +17,8 @@ class Grid:
         interval: Time positions from one frame of a video to the next.
         times: Seconds of the frames, which some families write in front of them; known while a row is read.
         tile_rows: Rows of the tiles of an image, for families with marks between tiles.
+        tile_columns: Columns of its tiles; known while a row is read.
+        sound: Placeholders of the sound of a video, between those of its frames.
     """
 
     rows: int
@@ -25,6 +27,8 @@ class Grid:
     interval: float = 1.0
     times: tuple[float, ...] = field(default=(), compare=False)
     tile_rows: int = 1
+    tile_columns: int = field(default=1, compare=False)
+    sound: int = 0
 
     @property
     def medium(self) -> str:
@@ -34,24 +38,25 @@ class Grid:
     @property
     def tokens(self) -> int:
         """Number of placeholders."""
-        return max(self.frames, 1) * self.rows * self.columns
+        return max(self.frames, 1) * self.rows * self.columns + self.sound
 
     @property
     def numbers(self) -> list[float]:
-        """Return the numbers from which ``from_numbers`` restores the grid, without ``times``."""
-        return [self.rows, self.columns, self.frames, self.interval, self.tile_rows]
+        """Return the numbers from which ``from_numbers`` restores the grid, without what only a row knows."""
+        return [self.rows, self.columns, self.frames, self.interval, self.tile_rows, self.sound]
 
     @classmethod
-    def of_audio(cls, tokens: int) -> "Grid":
+    def audio(cls, tokens: int) -> "Grid":
         """Return the grid of an audio clip."""
         return cls(1, tokens, _AUDIO)
 
     @classmethod
     def from_numbers(cls, numbers: Sequence[float]) -> "Grid":
         """Return the grid with these ``numbers``."""
-        rows, columns, frames, interval, tile_rows = numbers
-        return cls(int(rows), int(columns), int(frames), float(interval), tile_rows=int(tile_rows))
+        rows, columns, frames, interval, *others = numbers
+        tile_rows, sound = map(int, others)
+        return cls(int(rows), int(columns), int(frames), float(interval), tile_rows=tile_rows, sound=sound)
 
     def __str__(self) -> str:
         sides = (self.frames, self.rows, self.columns) if self.frames > 0 else (self.rows, self.columns)
-        return " x ".join(map(str, sides))
+        return " x ".join(map(str, sides)) + (f" and {self.sound} of sound" if self.sound else "")

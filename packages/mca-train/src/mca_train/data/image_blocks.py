@@ -1,29 +1,35 @@
 """Pre-training blocks of texts with images, which are never split across blocks.
 
-Each ``<image>`` of a row is the placeholder of an image in its column. `samples` makes blocks of text alone, and
-`image_stream` makes blocks of streamed rows.
+Each ``<image>`` of a row is the placeholder of an image in its column. `ImageBlockStream` makes
+blocks of streamed rows. `samples` and `streams` make blocks of text alone.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset
 
 from mca_config.errors import McaError
 from mca_config.types import JsonObject, Values
 from mca_train.config.arguments import DataArguments
 from mca_train.data.encoding import block_tokenizer
+from mca_train.data.file_rows import FileRows, Row
 from mca_train.data.grids import Grid
 from mca_train.data.image_rows import ImageRows
 from mca_train.data.media_tokens import Span
 from mca_train.data.placeholders import require_no_placeholders
-from mca_train.data.row_map import map_in_memory
-from mca_train.data.sample_images import DatasetImages, ImageTable
-from mca_train.data.token_dataset import TokenDataset
+from mca_train.data.sample_images import DatasetImages, ImageTable, SampleImages
+from mca_train.data.samples import map_in_memory
+from mca_train.data.token_dataset import IGNORED, Sample, TokenDataset
 
 if TYPE_CHECKING:
     import datasets
+
 
 TextEncoder = Callable[[Values, str], tuple[Sequence[int], Sequence[bool], list[Grid]]]
 
@@ -108,7 +114,7 @@ def text_encoder(names: Sequence[str], read: ImageRows, arguments: DataArguments
             if not files:
                 return tokens, targets, []
             require_no_placeholders(tokens, read.vision, media={"image"})
-            grids = [read.grid(file, f"{key}, {place}") for file in files]
+            grids = read.grids(files, f"{key}, {place}")
             return *read.tokens.expand(tokens, targets, grids), grids
         except McaError as error:
             reason = str(error).removeprefix(f"{key}, {place}: ")
@@ -134,3 +140,90 @@ def block_cuts(total: int, spans: Sequence[Span], length: int, key: str) -> list
             end = start
         cuts.append(end)
     return cuts
+
+
+@dataclass(frozen=True)
+class _Image:
+    """Image among the tokens that are in no block yet: its grid, its row, and its index in the row."""
+
+    grid: Grid
+    row: Row
+    which: int
+
+
+class ImageBlockStream(IterableDataset[Sample]):
+    """Stream of blocks from concatenated texts, each with EOS; images are never split.
+
+    Args:
+        rows: Rows in the order of concatenation.
+        names: Columns of the rows.
+        read: Image options of the rows.
+        arguments: Names of columns, and lengths.
+        key: Argument that names the files, for errors.
+    """
+
+    def __init__(
+        self, rows: FileRows, names: Sequence[str], read: ImageRows, arguments: DataArguments, key: str
+    ) -> None:
+        self._rows, self._read, self._key = rows, read, key
+        self._encode = text_encoder(names, read, arguments, key)
+        self._length = arguments.seq_length
+        self.order_description = f"blocks of {self._length} tokens of {rows.order_description}"
+        self.has_images = any(map(read.has_images, rows.heads))
+        """True if the first row of a file has images."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the shuffle."""
+        self._rows.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Sample]:
+        tokens: list[int] = []
+        targets: list[bool] = []
+        images: list[_Image] = []
+        for row in self._rows:
+            own, is_target, grids = self._encode(row, row.place)
+            tokens += own
+            targets += is_target
+            images += [_Image(grid, row, which) for which, grid in enumerate(grids)]
+            if len(tokens) <= self._length:
+                continue
+            spans = self._spans(tokens, images)
+            cuts = block_cuts(len(tokens), spans, self._length, self._key)[
+                :-1
+            ]  # the last block may still grow
+            for start, stop in pairwise(cuts):
+                if stop - start == 1:
+                    continue  # a single token has no target
+                some = images[_before(spans, start) : _before(spans, stop)]
+                yield self._block(tokens[start:stop], targets[start:stop], some)
+            tokens, targets = tokens[cuts[-1] :], targets[cuts[-1] :]
+            images = images[_before(spans, cuts[-1]) :]
+        if len(tokens) > 1:
+            yield self._block(tokens, targets, images)
+
+    def _spans(self, tokens: Sequence[int], images: Sequence[_Image]) -> list[Span]:
+        if not images:
+            return []
+        return self._read.tokens.spans(tokens, [image.grid for image in images])
+
+    def _block(self, tokens: Sequence[int], targets: Sequence[bool], images: Sequence[_Image]) -> Sample:
+        ids = torch.tensor(tokens)
+        sample: Sample = {"input_ids": ids, "labels": ids.where(torch.tensor(targets), IGNORED)}
+        if images:
+            places = self._read.tokens.locate(tokens, [image.grid for image in images])
+            sample["images"] = SampleImages(places, lambda: self._tensors(images))
+        return sample
+
+    def _tensors(self, images: Sequence[_Image]) -> Mapping[str, Tensor]:
+        rows = {image.row.place: image.row for image in images}
+        try:
+            files = {place: self._read.files(row) for place, row in rows.items()}
+            found = [files[image.row.place][image.which] for image in images]
+            return self._read.tokens.tensors(found, [image.grid for image in images])
+        except McaError as error:
+            raise McaError(f"{self._key}, {', '.join(rows)}: {error}") from error
+
+
+def _before(spans: Sequence[Span], position: int) -> int:
+    """Return the number of ``spans`` that begin before ``position``."""
+    return sum(start < position for start, _ in spans)

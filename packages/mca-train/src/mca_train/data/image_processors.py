@@ -1,375 +1,41 @@
-"""Image tokens of the model families, computed from the image size and checked against the image processor.
+"""Image processor of a checkpoint, and the image tokens that belong to it, by the kind that the model's family has.
 
-Qwen, GLM    a grid of patches, several of which are merged into one token
-Kimi         the same grid, of an image that is padded at its ends
-Cohere       tiles with a mark behind each (Command A Vision), or behind their number in words (Aya Vision)
-InternVL     tiles with a fixed number of tokens, between two marks
-Mistral 3    rows of tokens, each ending with a mark
-Gemma 4      a grid of pooled patches, between two marks
-Gemma 3      a fixed number of tokens per image, between two marks and empty lines
-LLaVA        a fixed number of tokens per image
-Llama 4      tiles with marks between them, and the whole image behind them
+The kinds themselves are in `patch_grids`, `image_tiles` and `pooled_patches`.
 """
 
-import inspect
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from mca_config.errors import McaError, UsageError
+from mca_config.errors import UsageError
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Values
-from mca_models.media import ImageSpan, placeholders
+from mca_models.media import placeholders
 from mca_models.templates import get_family
 from mca_models.templates.parts.vision_tower import ImageTokenKind
 from mca_train.data.chat import with_image_text
-from mca_train.data.grids import Grid
+from mca_train.data.image_tiles import (
+    FixedTokens,
+    JoinedTileTokens,
+    LoneTileTokens,
+    MarkedTileTokens,
+    PlainTokens,
+    RowColumnTokens,
+    ThumbnailTokens,
+    TileRowTokens,
+    TileTokens,
+    WordMarkTokens,
+)
 from mca_train.data.image_tokens import ImageTokens
+from mca_train.data.patch_grids import LineTokens, PaddedPatchTokens, PatchTokens
 from mca_train.data.placeholders import VIDEO_TAG
 from mca_train.data.pooled_patches import PooledTokens
 from mca_train.types import ImageProcessor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-class PatchTokens(ImageTokens):
-    """Image tokens of Qwen and GLM.
-
-    Args:
-        processor: Hugging Face image processor.
-        token: Id of the placeholder token.
-
-    Raises:
-        UsageError: The processor is not supported.
-    """
-
-    taken = ("pixel_values", "image_grid_thw")
-
-    def __init__(self, processor: ImageProcessor, token: int) -> None:
-        super().__init__(processor, token)
-        self._sides = resized_sides(processor)
-
-    def _computed(self, height: int, width: int) -> Grid:
-        own = self.processor
-        try:
-            rows, columns = self._sides(height, width, own.temporal_patch_size)
-            patches = own.get_number_of_image_patches(height, width, {})
-        except ValueError as error:
-            raise McaError(f"an image of {width} x {height} pixels cannot be used: {error}") from error
-        if rows * columns * own.merge_size**2 != patches:
-            raise McaError(
-                f"{type(own).__name__} makes {patches} patches of {width} x {height} pixels, which are not "
-                f"{rows} x {columns} tokens; report it"
-            )
-        return Grid(rows, columns)
-
-    def _made(self, made: dict[str, Tensor]) -> list[Grid]:
-        merge = self.processor.merge_size
-        return [Grid(rows // merge, columns // merge) for _, rows, columns in made["image_grid_thw"].tolist()]
-
-
-class PaddedPatchTokens(ImageTokens):
-    """Image tokens of Kimi: a grid of patches of an image that is padded at its ends.
-
-    Args:
-        processor: Hugging Face image processor.
-        token: Id of the placeholder token.
-        marks: Ids of the tokens before and after an image.
-    """
-
-    taken = PatchTokens.taken
-
-    def __init__(
-        self, processor: ImageProcessor, token: int, marks: tuple[Sequence[int], Sequence[int]]
-    ) -> None:
-        super().__init__(processor, token)
-        self.before, self.after = marks
-        resize = getattr(sys.modules[type(processor).__module__], "navit_resize", None)
-        if resize is None:
-            raise UsageError(
-                f"{type(processor).__name__}: this processor is not supported for Kimi; expected "
-                "Kimi_K25ImageProcessor in preprocessor_config.json"
-            )
-        self._resize: Callable[..., tuple[tuple[int, int], tuple[int, int]]] = resize
-
-    def _computed(self, height: int, width: int) -> Grid:
-        own = self.processor
-        largest = own.size["max_height"]
-        _, (high, wide) = self._resize(
-            height, width, own.patch_size, own.merge_size, own.max_patches, largest
-        )
-        return self._merged(high // own.patch_size, wide // own.patch_size)
-
-    def _made(self, made: dict[str, Tensor]) -> list[Grid]:
-        return [self._merged(rows, columns) for _, rows, columns in made["image_grid_thw"].tolist()]
-
-    def _merged(self, rows: int, columns: int) -> Grid:
-        merge = self.processor.merge_size
-        return Grid(rows // merge, columns // merge)
-
-
-def resized_sides(processor: ImageProcessor) -> Callable[[int, int, int], tuple[int, int]]:
-    """Return the function from height, width and number of frames to the rows and columns of tokens.
-
-    Args:
-        processor: An image or video processor of patches.
-
-    Raises:
-        UsageError: The processor is not supported.
-    """
-    resize = getattr(sys.modules[type(processor).__module__], "smart_resize", None)
-    if resize is None or not hasattr(processor, "merge_size"):
-        raise UsageError(
-            f"{type(processor).__name__}: this processor is not supported; supported are those of "
-            "Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5, GLM-4V, InternVL, Mistral 3, Gemma 3, LLaVA, Llama 4 and "
-            "Kimi K2.5"
-        )
-    taken = set(inspect.signature(resize).parameters)
-
-    def sides(height: int, width: int, frames: int) -> tuple[int, int]:
-        factor = processor.patch_size * processor.merge_size
-        known = {
-            "height": height,
-            "width": width,
-            "factor": factor,
-            "min_pixels": processor.size["shortest_edge"],
-            "max_pixels": processor.size["longest_edge"],
-            "num_frames": frames,
-            "temporal_factor": processor.temporal_patch_size,
-        }
-        high, wide = resize(**{key: value for key, value in known.items() if key in taken})
-        return high // factor, wide // factor
-
-    return sides
-
-
-class TileTokens(ImageTokens):
-    """Image tokens of InternVL.
-
-    Args:
-        processor: Hugging Face image processor.
-        token: Id of the placeholder token.
-        length: Placeholders per tile.
-        marks: Ids of the tokens before and after the placeholders of an image.
-    """
-
-    def __init__(self, processor: ImageProcessor, token: int, length: int, marks: tuple[int, int]) -> None:
-        # the option that InternVL's processor passes to its image processor
-        super().__init__(processor, token, crop_to_patches=True)
-        self._length, self._marks = length, marks
-
-    def _computed(self, height: int, width: int) -> Grid:
-        tiles = self.processor.get_number_of_image_patches(height, width, self.options)
-        return Grid(tiles, self._length)
-
-    def _made(self, made: dict[str, Tensor]) -> list[Grid]:
-        return [Grid(int(tiles), self._length) for tiles in made["num_patches"]]
-
-    def marks(self, grid: Grid) -> tuple[Sequence[int], Sequence[int]]:
-        """Return the marks around an image."""
-        return self._marks[:1], self._marks[1:]
-
-    def ids(self, grid: Grid) -> list[int]:
-        """Return the tokens of an image, including its marks."""
-        return [self._marks[0], *super().ids(grid), self._marks[1]]
-
-
-class MarkedTileTokens(TileTokens):
-    """Image tokens of Command A Vision and Aya Vision: tiles with text before them, or a mark behind.
-
-    Args:
-        processor: Hugging Face image processor.
-        token: Id of the placeholder token.
-        length: Placeholders per tile.
-        marks: Ids of the tokens before and after the tiles of an image.
-        before: Function from the number of a tile and the number of tiles to the tokens before it.
-        behind: Tokens behind each tile.
-    """
-
-    def __init__(
-        self,
-        processor: ImageProcessor,
-        token: int,
-        length: int,
-        marks: tuple[int, int],
-        *,
-        before: Callable[[int, int], list[int]] = lambda tile, tiles: [],
-        behind: Sequence[int] = (),
-    ) -> None:
-        super().__init__(processor, token, length, marks)
-        self._before, self._behind = before, behind
-
-    def marks(self, grid: Grid) -> tuple[Sequence[int], Sequence[int]]:
-        """Return the marks around an image."""
-        ids = self.ids(grid)
-        return ids[: ids.index(self.token)], [*self._behind, self._marks[1]]
-
-    def ids(self, grid: Grid) -> list[int]:
-        """Return the tokens of an image, including its marks."""
-        ids = [self._marks[0]]
-        for tile in range(grid.rows):
-            ids += [*self._before(tile, grid.rows), *[self.token] * grid.columns, *self._behind]
-        return [*ids, self._marks[1]]
-
-    def locate(self, where: Sequence[int], grid: Grid) -> list[ImageSpan]:
-        """Return one location per tile."""
-        return [ImageSpan(int(start), 1, grid.columns) for start in where[:: grid.columns]]
-
-
-class LineTokens(ImageTokens):
-    """Image tokens of Mistral 3.
-
-    Args:
-        processor: Hugging Face image processor.
-        token: Id of the placeholder token.
-        side: Side of a token in pixels.
-        marks: Ids of the tokens at the end of a row, and of the last row.
-    """
-
-    taken = ("pixel_values", "image_sizes")
-
-    def __init__(self, processor: ImageProcessor, token: int, side: int, marks: tuple[int, int]) -> None:
-        super().__init__(processor, token, patch_size={"height": side, "width": side})
-        self._side, self._marks = side, marks
-
-    def _computed(self, height: int, width: int) -> Grid:
-        longest = self.processor.size["longest_edge"]
-        ratio = max(height / longest, width / longest, 1.0)
-        sides = (height, width) if ratio == 1 else (int(height / ratio), int(width / ratio))
-        if not min(sides):
-            raise McaError(f"an image of {width} x {height} pixels cannot be used: it is too narrow")
-        return Grid((sides[0] - 1) // self._side + 1, (sides[1] - 1) // self._side + 1)
-
-    def _made(self, made: dict[str, Tensor]) -> list[Grid]:
-        return [
-            Grid(int(high) // self._side, int(wide) // self._side)
-            for high, wide in made["image_sizes"].tolist()
-        ]
-
-    def marks(self, grid: Grid) -> tuple[Sequence[int], Sequence[int]]:
-        """Return the mark after an image."""
-        return (), self._marks[1:]
-
-    def ids(self, grid: Grid) -> list[int]:
-        """Return the tokens of an image, including the marks at the ends of rows."""
-        ids = ([self.token] * grid.columns + [self._marks[0]]) * grid.rows
-        return [*ids[:-1], self._marks[1]]
-
-    def locate(self, where: Sequence[int], grid: Grid) -> list[ImageSpan]:
-        """Return one location per row of an image."""
-        return [ImageSpan(int(where[row * grid.columns]), 1, grid.columns) for row in range(grid.rows)]
-
-
-class PlainTokens(ImageTokens):
-    """Image tokens of LLaVA: a fixed number of placeholders without marks.
-
-    Args:
-        processor: Hugging Face image processor.
-        token: Id of the placeholder token.
-        length: Placeholders per image.
-        options: Options of the processor.
-    """
-
-    def __init__(self, processor: ImageProcessor, token: int, length: int, **options: object) -> None:
-        super().__init__(processor, token, **options)
-        self._length = length
-
-    def _computed(self, height: int, width: int) -> Grid:
-        return Grid(1, self._length)
-
-    def _made(self, made: dict[str, Tensor]) -> list[Grid]:
-        return [Grid(1, self._length) for _ in made["pixel_values"]]
-
-
-class TileRowTokens(PlainTokens):
-    """Image tokens of Llama 4: tiles in rows, with marks between them and at the ends of rows, then the whole image.
-
-    Args:
-        processor: Hugging Face image processor.
-        token: Id of the placeholder token.
-        length: Placeholders per tile.
-        marks: Ids of the tokens before an image, between tiles, after a row of tiles, before the tile of the whole
-            image, and after it.
-    """
-
-    def __init__(self, processor: ImageProcessor, token: int, length: int, marks: Sequence[int]) -> None:
-        super().__init__(processor, token, length)
-        self._marks = marks
-        source = sys.modules[type(processor).__module__]
-        try:
-            canvases = source.find_supported_resolutions(processor.max_patches, processor.size)
-            self._best_fit = partial(
-                source.get_best_fit,
-                possible_resolutions=torch.tensor(canvases),
-                resize_to_max_canvas=processor.resize_to_max_canvas,
-            )
-        except AttributeError as error:
-            raise UsageError(
-                f"{type(processor).__name__}: this processor is not supported for Llama 4; expected "
-                "Llama4ImageProcessor in preprocessor_config.json"
-            ) from error
-
-    def _computed(self, height: int, width: int) -> Grid:
-        high, wide = self._best_fit((height, width)).tolist()
-        size = self.processor.size
-        return self._tiles(high // size["height"], wide // size["width"])
-
-    def _made(self, made: dict[str, Tensor]) -> list[Grid]:
-        return [self._tiles(rows, columns) for rows, columns in made["aspect_ratios"].tolist()]
-
-    def _tiles(self, rows: int, columns: int) -> Grid:
-        """Return the grid of an image that is cut into ``rows`` times ``columns`` tiles."""
-        tiles = rows * columns
-        return Grid(tiles + (tiles > 1), self._length, tile_rows=rows)
-
-    def ids(self, grid: Grid) -> list[int]:
-        """Return the tokens of an image, including its marks."""
-        start, between, row_end, whole, end = self._marks
-        tile = [self.token] * grid.columns
-        ids = [start]
-        if grid.rows > 1:
-            columns = (grid.rows - 1) // grid.tile_rows
-            ids += [*([*tile, between] * (columns - 1)), *tile, row_end] * grid.tile_rows
-        return [*ids, whole, *tile, end]
-
-    def marks(self, grid: Grid) -> tuple[Sequence[int], Sequence[int]]:
-        """Return the marks around an image."""
-        ids = self.ids(grid)
-        return ids[: ids.index(self.token)], ids[-1:]
-
-    def locate(self, where: Sequence[int], grid: Grid) -> list[ImageSpan]:
-        """Return one location per tile."""
-        return [ImageSpan(int(start), 1, grid.columns) for start in where[:: grid.columns]]
-
-
-class FixedTokens(PlainTokens):
-    """Image tokens of Gemma 3.
-
-    Args:
-        processor: Hugging Face image processor.
-        token: Id of the placeholder token.
-        length: Placeholders per image.
-        marks: Ids of the tokens before and after the placeholders of an image.
-        written: Text that the processor writes for an image, with one placeholder.
-    """
-
-    def __init__(
-        self, processor: ImageProcessor, token: int, length: int, marks: tuple[int, int], written: str
-    ) -> None:
-        # the option that Gemma's processor passes to its image processor
-        super().__init__(processor, token, length, do_pan_and_scan=False)
-        self.before, self.after = marks[:1], marks[1:]
-        self._written = written
-
-    def mark(self, tokenizer: "PreTrainedTokenizerBase") -> str:
-        """Return the text that Gemma's processor writes for an image."""
-        return self._written
 
 
 def image_tokens(
@@ -388,19 +54,12 @@ def image_tokens(
             f"images of {config.model_type} are not supported in rows: mca does not write the tokens that its "
             "processor puts around an image; remove the images from the rows of the dataset"
         )
-    vision, processor = config.vision_fields, _processor(directories)
-    token = placeholders(vision).get("image")
+    processor, token = _processor(directories), placeholders(config.vision_fields).get("image")
     if token is None:
         raise UsageError(f"config.json: image_token_id is missing, the placeholder of {config.model_type}")
-    if kind == "plain":
-        return PlainTokens(processor, token, _tokens_per_image(config))
-    if kind == "tile_rows":
-        return TileRowTokens(processor, token, _tokens_per_image(config), _ids(tokenizer, *_TILE_ROW_MARKS))
-    if kind in ("tile_breaks", "named_tiles"):
-        return _cohere_tiles(processor, token, config, tokenizer)
     if kind == "pooled":
         _require_window(config, processor)
-    return _MAKERS[kind](processor, token, vision, tokenizer)
+    return _MAKERS[kind](processor, token, config, tokenizer)
 
 
 def _require_window(config: McaModelConfig, processor: ImageProcessor) -> None:
@@ -427,16 +86,49 @@ def _tokens_per_image(config: McaModelConfig) -> int:
     return part.tokens_per_image(config)
 
 
+def _tokens_of_size(config: McaModelConfig) -> Callable[[int, int], int]:
+    part = get_family(config.model_type).vision
+    assert part is not None and part.tokens_of_size is not None, "the size of an image gives its tokens"
+    return partial(part.tokens_of_size, config)
+
+
 def _kind(config: McaModelConfig) -> ImageTokenKind | None:
     """Return the image token kind of a model's family; None: not supported."""
     part = get_family(config.model_type).vision
     return part.image_tokens if part is not None else None
 
 
-def _patches(
-    processor: ImageProcessor, token: int, vision: Values, tokenizer: "PreTrainedTokenizerBase"
+def _vision(config: McaModelConfig) -> Values:
+    assert config.vision_fields is not None, "a model with image tokens has a vision model"
+    return config.vision_fields
+
+
+def _plain(
+    processor: ImageProcessor, token: int, config: McaModelConfig, tokenizer: "PreTrainedTokenizerBase"
 ) -> ImageTokens:
-    made = PatchTokens(processor, token)
+    return PlainTokens(processor, token, _tokens_per_image(config))
+
+
+def _tile_rows(
+    processor: ImageProcessor, token: int, config: McaModelConfig, tokenizer: "PreTrainedTokenizerBase"
+) -> ImageTokens:
+    return TileRowTokens(processor, token, _tokens_per_image(config), _ids(tokenizer, *_TILE_ROW_MARKS))
+
+
+def _joined_tiles(
+    processor: ImageProcessor, token: int, config: McaModelConfig, tokenizer: "PreTrainedTokenizerBase"
+) -> ImageTokens:
+    grids = _vision(config).get("image_grid_pinpoints")
+    count, part = _tokens_of_size(config), get_family(config.model_type).vision
+    if part is not None and part.tokens_together is not None:
+        return LoneTileTokens(processor, token, count, grids, part.tokens_together(config))
+    return JoinedTileTokens(processor, token, count, grids)
+
+
+def _patches(
+    processor: ImageProcessor, token: int, config: McaModelConfig, tokenizer: "PreTrainedTokenizerBase"
+) -> ImageTokens:
+    vision, made = _vision(config), PatchTokens(processor, token)
     made.before, made.after = (
         [vision[key] for key in (f"vision_{side}_token_id", f"image_{side}_token_id") if key in vision]
         for side in ("start", "end")
@@ -445,7 +137,7 @@ def _patches(
 
 
 def _padded_patches(
-    processor: ImageProcessor, token: int, vision: Values, tokenizer: "PreTrainedTokenizerBase"
+    processor: ImageProcessor, token: int, config: McaModelConfig, tokenizer: "PreTrainedTokenizerBase"
 ) -> ImageTokens:
     before, content, after = _ids(tokenizer, "<|media_begin|>", "<|media_content|>", "<|media_end|>")
     word = tokenizer("image", add_special_tokens=False)["input_ids"]
@@ -453,16 +145,72 @@ def _padded_patches(
 
 
 def _tiles(
-    processor: ImageProcessor, token: int, vision: Values, tokenizer: "PreTrainedTokenizerBase"
+    processor: ImageProcessor, token: int, config: McaModelConfig, tokenizer: "PreTrainedTokenizerBase"
 ) -> ImageTokens:
     first, last = internvl_marks(tokenizer)
-    return TileTokens(processor, token, vision.get("image_seq_length", 256), (first, last))
+    length = _vision(config).get("image_seq_length", 256)
+    return TileTokens(processor, token, length, (first, last))
 
 
 def internvl_marks(tokenizer: "PreTrainedTokenizerBase") -> tuple[int, int]:
     """Return the ids of the tokens around an image of InternVL."""
     first, last = _ids(tokenizer, "<img>", "</img>")
     return first, last
+
+
+def _row_column_tiles(
+    processor: ImageProcessor, token: int, config: McaModelConfig, tokenizer: "PreTrainedTokenizerBase"
+) -> ImageTokens:
+    edge = getattr(tokenizer, "fake_image_token", "<fake_token_around_image>")
+    whole = getattr(tokenizer, "global_image_token", "<global-img>")
+    _ids(tokenizer, edge)
+    length = _tokens_per_image(config)
+    tile = tokenizer.convert_ids_to_tokens(token) * length
+
+    def write(rows: int, columns: int) -> list[int]:
+        lines = [
+            "".join(f"{edge}<row_{row + 1}_col_{column + 1}>{tile}" for column in range(columns)) + "\n"
+            for row in range(rows)
+        ]
+        words = "".join(lines) + "\n" * bool(rows) + edge + whole + tile + edge
+        found: list[int] = tokenizer(words, add_special_tokens=False)["input_ids"]
+        return found
+
+    return RowColumnTokens(processor, token, length, write)
+
+
+def _thumbnail_tiles(
+    processor: ImageProcessor, token: int, config: McaModelConfig, tokenizer: "PreTrainedTokenizerBase"
+) -> ImageTokens:
+    names = ("image_start_token", "image_thumbnail_token", "image_end_token")
+    usual = ("<|image_start|>", "<|img_thumbnail|>", "<|image_end|>")
+    marks = [getattr(tokenizer, name, mark) for name, mark in zip(names, usual, strict=True)]
+    first, thumbnail, last = _ids(tokenizer, *marks)
+
+    def write(rows: int, columns: int, tile: int, whole: int) -> list[int]:
+        ids = [first]
+        if rows * columns > 1:
+            for row, column in product(range(1, rows + 1), range(1, columns + 1)):
+                ids += [*_ids(tokenizer, f"<|img_row_{row}_col_{column}|>"), *[token] * tile]
+            ids += [thumbnail] * bool(whole)
+        return [*ids, *[token] * whole, last]
+
+    return ThumbnailTokens(processor, token, write)
+
+
+_WORD_MARKS = ("<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>")
+
+
+def _word_marks(
+    processor: ImageProcessor, token: int, config: McaModelConfig, tokenizer: "PreTrainedTokenizerBase"
+) -> ImageTokens:
+    marks, known = _ids(tokenizer, *_WORD_MARKS), _vision(config).get("visual_indicator_token_ids")
+    if known is None or list(known) != marks:
+        raise UsageError(
+            f"config.json: visual_indicator_token_ids is {known}; expected {marks}, the tokenizer's of "
+            f"{', '.join(_WORD_MARKS)}"
+        )
+    return WordMarkTokens(processor, token, _tokens_per_image(config), marks)
 
 
 _COHERE_MARKS = ("<|START_OF_IMG|>", "<|END_OF_IMG|>")
@@ -486,24 +234,26 @@ def _cohere_tiles(
 
 
 def _lines(
-    processor: ImageProcessor, token: int, vision: Values, tokenizer: "PreTrainedTokenizerBase"
+    processor: ImageProcessor, token: int, config: McaModelConfig, tokenizer: "PreTrainedTokenizerBase"
 ) -> ImageTokens:
+    vision = _vision(config)
     side = vision["vision_config"].get("patch_size", 16) * vision.get("spatial_merge_size", 2)
     row_end, last = _ids(tokenizer, "[IMG_BREAK]", "[IMG_END]")
     return LineTokens(processor, token, side, (row_end, last))
 
 
 def _fixed(
-    processor: ImageProcessor, token: int, vision: Values, tokenizer: "PreTrainedTokenizerBase"
+    processor: ImageProcessor, token: int, config: McaModelConfig, tokenizer: "PreTrainedTokenizerBase"
 ) -> ImageTokens:
+    vision = _vision(config)
     length, written = vision.get("mm_tokens_per_image", 256), _gemma_image_text(tokenizer, vision)[1]
     return FixedTokens(processor, token, length, _gemma_marks(vision), written)
 
 
 def _pooled(
-    processor: ImageProcessor, token: int, vision: Values, tokenizer: "PreTrainedTokenizerBase"
+    processor: ImageProcessor, token: int, config: McaModelConfig, tokenizer: "PreTrainedTokenizerBase"
 ) -> ImageTokens:
-    return PooledTokens(processor, token, pooled_marks(vision))
+    return PooledTokens(processor, token, pooled_marks(_vision(config)))
 
 
 def pooled_marks(vision: Values) -> tuple[int, int]:
@@ -511,7 +261,7 @@ def pooled_marks(vision: Values) -> tuple[int, int]:
     return vision["boi_token_id"], vision["eoi_token_id"]
 
 
-_Maker = Callable[[ImageProcessor, int, Values, "PreTrainedTokenizerBase"], ImageTokens]
+_Maker = Callable[[ImageProcessor, int, McaModelConfig, "PreTrainedTokenizerBase"], ImageTokens]
 _MAKERS: Mapping[str, _Maker] = {
     "patches": _patches,
     "padded_patches": _padded_patches,
@@ -519,6 +269,14 @@ _MAKERS: Mapping[str, _Maker] = {
     "lines": _lines,
     "fixed": _fixed,
     "pooled": _pooled,
+    "plain": _plain,
+    "tile_rows": _tile_rows,
+    "tile_breaks": _cohere_tiles,
+    "named_tiles": _cohere_tiles,
+    "joined_tiles": _joined_tiles,
+    "row_column_tiles": _row_column_tiles,
+    "thumbnail_tiles": _thumbnail_tiles,
+    "word_marks": _word_marks,
 }
 
 
@@ -565,11 +323,12 @@ def with_image_marks(
     """Return a tokenizer whose rendered chats have the processor's image text with one placeholder.
 
     Gemma's templates write only the start mark. The processor adds the rest to the rendered text, where line breaks
-    merge with adjacent ones into one token. Llama 4's write the mark before the tile of the whole image, and Aya
-    Vision's a word that is no token. InternVL's processor writes a title before the first frame of a video.
+    merge with adjacent ones into one token. Llama 4's write the mark before the tile of the whole image, and those
+    of Aya Vision and Ovis 2 another word than the placeholder. InternVL's processor writes a title before the first
+    frame of a video.
     """
     kind, vision = _kind(config), config.vision_fields
-    if kind in ("tile_rows", "named_tiles") and vision is not None:
+    if kind in ("tile_rows", "named_tiles", "word_marks") and vision is not None:
         placeholder = tokenizer.convert_ids_to_tokens(placeholders(vision)["image"])
         return with_image_text(tokenizer, "<|image|>" if kind == "tile_rows" else "<image>", placeholder)
     part = get_family(config.model_type).vision

@@ -7,6 +7,7 @@ and `media_tokens` counts tokens.
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -18,7 +19,7 @@ from mca_models.media import placeholders
 from mca_train.config.arguments import DataArguments, PairArguments
 from mca_train.data.audio_tokens import AudioOptions, audio_tokens
 from mca_train.data.encoding import Encoded, RowEncoder, without_nulls
-from mca_train.data.formats import COLUMN_KEYS, RowConverter, columns_by_medium, row_converter
+from mca_train.data.formats import COLUMN_KEYS, RowConverter, columns_by_medium, detect_format, row_converter
 from mca_train.data.grids import Grid
 from mca_train.data.image_files import open_image
 from mca_train.data.image_placement import (
@@ -29,14 +30,13 @@ from mca_train.data.image_placement import (
     require_equal_counts,
 )
 from mca_train.data.image_processors import image_tokens, with_image_marks
-from mca_train.data.image_tag import IMAGE_TAG, MediaTagCheck
 from mca_train.data.long_texts import TokenPrefix
 from mca_train.data.media_tokens import MediaTokens
 from mca_train.data.message_parts import MEDIA, media_type
-from mca_train.data.placeholders import media_fields, require_no_placeholders
-from mca_train.data.row_formats import detect_format
+from mca_train.data.placeholders import IMAGE_TAG, MediaTagCheck, media_fields, require_no_placeholders
 from mca_train.data.row_paths import RowPaths
-from mca_train.data.video_tokens import DEFAULT_FPS, VideoOptions, video_tokens
+from mca_train.data.video_sound import sounding_video_tokens
+from mca_train.data.video_tokens import DEFAULT_FPS, VideoOptions
 from mca_train.types import Upstream
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class ImageReader:
             config, directories = self.config, self.directories
             made = MediaTokens(
                 lambda: image_tokens(config, directories, tokenizer),
-                lambda: video_tokens(config, directories, tokenizer, videos),
+                lambda: sounding_video_tokens(config, directories, tokenizer, videos, audio),
                 lambda: audio_tokens(config, directories, tokenizer, audio),
                 placeholders(media_fields(config, tokenizer)),
             )
@@ -130,7 +130,10 @@ class ImageRows:
         """Tokens of the model's media."""
         own = self.arguments
         videos = VideoOptions(
-            fps=own.video_fps, max_frames=own.video_max_frames, max_seconds=own.video_max_seconds
+            fps=own.video_fps,
+            max_frames=own.video_max_frames,
+            max_seconds=own.video_max_seconds,
+            sound=bool(own.use_audio_in_video),
         )
         audio = AudioOptions(max_seconds=own.audio_max_seconds)
         return self._reader.tokens(self.tokenizer, videos, audio)
@@ -156,7 +159,7 @@ class ImageRows:
                 require_no_placeholders(tokens, self.vision)
             return sequences, [[] for _ in files]
         expand = self.tokens.expand
-        grids = [[self.grid(file, row_place) for file in of_side] for of_side in files]
+        grids = [self.grids(of_side, row_place) for of_side in files]
         sequences = encode(plain)
         for tokens, _ in sequences:
             require_no_placeholders(tokens, self.vision, media={grid.medium for own in grids for grid in own})
@@ -192,13 +195,15 @@ class ImageRows:
         marked = text.replace(IMAGE_TAG, self.tokens.mark(self.tokenizer))
         return marked, [open_image(each, self._reader.paths) for each in column_images]
 
-    def grid(self, file: MediaFile, row_place: str) -> Grid:
-        """Return the grid of an image or video from its header; ``row_place`` locates the row in warnings.
+    def grids(self, files: Sequence[MediaFile], row_place: str) -> list[Grid]:
+        """Return the grids of the media of a sequence from their headers; ``row_place`` locates the row in warnings.
 
         Raises:
             McaError: The file cannot be read, or the processor does not support its size.
         """
-        return self.tokens.grid(file, lambda: self._warn_several_frames(file, row_place))
+        return self.tokens.in_sequence(
+            [self.tokens.grid(file, partial(self._warn_several_frames, file, row_place)) for file in files]
+        )
 
     def _warn_several_frames(self, file: MediaFile, row_place: str) -> None:
         if not self._has_warned_of_frames:

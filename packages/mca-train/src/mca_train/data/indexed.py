@@ -132,7 +132,10 @@ def _read_largest(saved: Path, state: dict[str, object]) -> int | None:
 def _scan(file: Path, tokens: "np.memmap[tuple[int], np.dtype[np.int32]]", how_often: str) -> int:
     if tokens.nbytes >= _SLOW_BYTES:
         logger.info(
-            "%s: all %.1f GiB are read for the largest token, %s", file, tokens.nbytes / (1 << 30), how_often
+            "%s: reading all %.1f GiB to find the largest token id, %s",
+            file,
+            tokens.nbytes / (1 << 30),
+            how_often,
         )
     pieces = (tokens[start : start + _TOKENS_PER_READ] for start in range(0, len(tokens), _TOKENS_PER_READ))
     return max((int(piece.max()) for piece in pieces), default=0)

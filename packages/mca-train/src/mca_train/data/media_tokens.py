@@ -21,9 +21,9 @@ from mca_train.data.audio_tokens import AudioTokens
 from mca_train.data.grids import Grid
 from mca_train.data.image_files import ImageFile
 from mca_train.data.image_placement import MediaFile
-from mca_train.data.image_tokens import ImageTokens
-from mca_train.data.joined_tensors import join_tensors
+from mca_train.data.image_tokens import ImageTokens, join_tensors
 from mca_train.data.message_parts import AUDIO, IMAGE, VIDEO
+from mca_train.data.video_sound import SoundingVideoTokens
 from mca_train.data.video_tokens import VideoTokens
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class MediaTokens:
     def __init__(
         self,
         images: Callable[[], ImageTokens],
-        videos: Callable[[], VideoTokens],
+        videos: Callable[[], VideoTokens | SoundingVideoTokens],
         audio: Callable[[], AudioTokens],
         placeholders: Mapping[str, int],
     ) -> None:
@@ -58,14 +58,14 @@ class MediaTokens:
         return self._make_images()
 
     @cached_property
-    def _videos(self) -> VideoTokens:
+    def _videos(self) -> VideoTokens | SoundingVideoTokens:
         return self._make_videos()
 
     @cached_property
     def _audio(self) -> AudioTokens:
         return self._make_audio()
 
-    def _of(self, medium: str) -> ImageTokens | VideoTokens | AudioTokens:
+    def _of(self, medium: str) -> ImageTokens | VideoTokens | SoundingVideoTokens | AudioTokens:
         if medium == AUDIO:
             return self._audio
         return self._images if medium == IMAGE else self._videos
@@ -84,9 +84,15 @@ class MediaTokens:
             audio, heard = self._audio, file.facts()
             with _naming(f"{AUDIO} {file.place}"):
                 return audio.grid(heard)
-        facts, videos = file.facts(), self._videos
+        videos = self._videos
+        facts = file.facts(sound=videos.hears)
         with _naming(f"{VIDEO} {file.place}"):
             return videos.grid(facts)
+
+    def in_sequence(self, grids: Sequence[Grid]) -> list[Grid]:
+        """Return the grids of the media of one sequence, each of which was found for its medium alone."""
+        is_known = any(grid.medium == IMAGE for grid in grids)
+        return self._images.in_sequence(grids) if is_known else list(grids)
 
     def mark(self, tokenizer: "PreTrainedTokenizerBase") -> str:
         """Return the text of an image in plain text: a placeholder with the family's marks."""
@@ -116,9 +122,7 @@ class MediaTokens:
         for grid, where in self._split(tokens, grids):
             start, stop = where[0], where[-1] + 1
             known = self._of(grid.medium)
-            before, after = (
-                known.marks(grid) if isinstance(known, ImageTokens) else (known.before, known.after)
-            )
+            before, after = known.marks(grid)
             start -= len(before) * (tokens[max(start - len(before), 0) : start].tolist() == [*before])
             stop += len(after) * (tokens[stop : stop + len(after)].tolist() == [*after])
             found.append((start, stop))

@@ -85,8 +85,8 @@ def require_no_video_options(video: Mapping[str, object]) -> None:
     """
     if found := [key for key in _SOUND_OPTIONS if video.get(key)]:
         raise McaError(
-            f"a video has {found[0]}, but mca does not read the sound of videos; remove it, and give the sound as an "
-            "audio clip next to the video"
+            f"a video has {found[0]}, which mca does not support per video; remove it, and set use_audio_in_video of "
+            "the run for all"
         )
     if found := [key for key in _VIDEO_OPTIONS if video.get(key) is not None]:
         raise McaError(

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SampleImages:
-    """Images and videos of one sample.
+    """Images, videos and audio clips of one sample.
 
     Args:
         places: Locations among its tokens, in order; a video may have several.
@@ -35,7 +35,7 @@ class SampleImages:
 
     @property
     def tokens(self) -> int:
-        """Number of image tokens of the sample."""
+        """Number of placeholders in the sample."""
         return sum(place.tokens for place in self.places)
 
 
@@ -45,7 +45,7 @@ class ImageTable:
 
     Args:
         starts: Index of each sample's first image, and the total: ``[samples + 1]``.
-        grids: Numbers of the grids of all images and videos, ``[images, 5]``.
+        grids: Numbers of the grids of all images, videos and clips, ``[images, 6]``.
         origins: Row of each image, and its index in the row, ``[images, 2]``.
     """
 
@@ -62,7 +62,7 @@ class ImageTable:
         counts = [len(grids) for grids, _ in kept]
         return cls(
             starts=np.cumsum([0, *counts], dtype=np.int64),
-            grids=np.array([grid.numbers for grids, _ in kept for grid in grids], np.float64).reshape(-1, 5),
+            grids=np.array([grid.numbers for grids, _ in kept for grid in grids], np.float64).reshape(-1, 6),
             origins=np.array([origin for _, origins in kept for origin in origins], np.int64).reshape(-1, 2),
         )
 

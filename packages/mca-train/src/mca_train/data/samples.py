@@ -1,10 +1,11 @@
-"""In-memory samples for pre-training and for rows with answers.
+"""Encoding of rows with answers, and samples in memory, also for pre-training.
 
-`streams` makes samples on the fly. `encoding` tokenizes single rows.
+`streams` makes samples of the same rows on the fly. `encoding` tokenizes single rows.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,14 +18,42 @@ from mca_train.data.encoding import Encoded, RowEncoder, RowNumbers, block_token
 from mca_train.data.formats import media_columns
 from mca_train.data.grids import Grid
 from mca_train.data.image_rows import ImageRows, without_decoding
-from mca_train.data.row_map import map_in_memory
 from mca_train.data.sample_images import DatasetImages, ImageTable, complete_images
 from mca_train.data.token_dataset import TokenDataset
-from mca_train.data.tool_arguments import null_filter
+from mca_train.data.tools import null_filter
 
 if TYPE_CHECKING:
     import datasets
     from transformers import PreTrainedTokenizerBase
+
+
+def map_in_memory(
+    rows: "datasets.Dataset",
+    function: Callable[..., JsonObject],
+    features: JsonObject,
+    workers: int | None,
+    batched: bool = False,
+) -> "datasets.Dataset":
+    """Map ``function`` over rows or batches with their indices; return the columns ``features``.
+
+    The result has a random fingerprint. `datasets` would compute one by pickling ``function`` with all its references,
+    such as the tokenizer, which takes half a second or more for a cache that is not used here.
+    """
+    import datasets
+    from datasets.fingerprint import generate_random_fingerprint
+
+    return rows.map(
+        function,
+        batched=batched,
+        with_indices=True,
+        remove_columns=rows.column_names,
+        num_proc=workers,
+        keep_in_memory=True,
+        load_from_cache_file=False,
+        new_fingerprint=generate_random_fingerprint(),
+        features=datasets.Features(features),
+    )
+
 
 logger = logging.getLogger(__name__)
 
@@ -73,31 +102,75 @@ def _flatten(tokenized: "datasets.Dataset") -> NDArray[np.int32]:
     return np.concatenate(parts) if parts else np.zeros(0, np.int32)
 
 
-def answer_sequences(
-    rows: "datasets.Dataset",
-    encode: RowEncoder,
-    arguments: DataArguments,
-    key: str,
-    wanted: str,
-    numbers: RowNumbers | None = None,
-    images: ImageRows | None = None,
-) -> TokenDataset:
+@dataclass(frozen=True)
+class EncodedRow:
+    """Tokens of one row.
+
+    Args:
+        sequences: Tokens and targets of each sequence, truncated.
+        is_cut: True if a sequence was truncated.
+        grids: Media of each sequence; empty: the rows have none.
+        numbers: Values of the sequences, such as a class.
+    """
+
+    sequences: list[Encoded]
+    is_cut: bool
+    grids: list[list[Grid]]
+    numbers: list[float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerRows:
+    """Encoding of rows with answers, for samples in memory and for streams.
+
+    Args:
+        encode: Encoder of a row.
+        length: Maximum tokens of a sequence; longer ones are truncated.
+        key: Argument that names the files, for errors.
+        wanted: Description of what rows without a target lack.
+        numbers: Function from a row to the numbers of its sequences; None: there are none.
+        images: Image options of the rows; None: there are no images.
+    """
+
+    encode: RowEncoder
+    length: int
+    key: str
+    wanted: str
+    numbers: RowNumbers | None = None
+    images: ImageRows | None = None
+
+    def encode_row(self, row: Values, place: str) -> EncodedRow:
+        """Return the tokens of ``row``; ``place`` locates it in warnings.
+
+        Raises:
+            McaError: The row is invalid.
+        """
+        grids: list[list[Grid]] = []
+        if self.images is None:
+            encoded = self.encode(row)
+        else:
+            encoded, grids = self.images.encode_row(row, self.encode, place)
+        return EncodedRow(
+            sequences=[(tokens[: self.length], targets[: self.length]) for tokens, targets in encoded],
+            is_cut=any(len(tokens) > self.length for tokens, _ in encoded),
+            grids=grids,
+            numbers=[] if self.numbers is None else [float(number) for number in self.numbers(row)],
+        )
+
+
+def answer_sequences(rows: "datasets.Dataset", answers: AnswerRows, workers: int | None) -> TokenDataset:
     """Tokenize the sequences of each row. Rows with a sequence without a target are dropped and counted.
 
     Args:
         rows: Rows of the files.
-        encode: Encoder of a row.
-        arguments: Lengths.
-        key: Argument that names the files, for errors.
-        wanted: Description of what dropped rows lack.
-        numbers: Function from a row to the numbers of its sequences; None: there are none.
-        images: Image options of the rows; None: there are no images.
+        answers: Encoding of a row.
+        workers: Processes that tokenize; None: one.
 
     Raises:
         McaError: A row is invalid, or none is left.
     """
-    length = arguments.seq_length
-    tokenized = _tokenize_rows(rows, encode, arguments, key, numbers, images)
+    length, key, wanted, images = answers.length, answers.key, answers.wanted, answers.images
+    tokenized = _tokenize_rows(rows, answers, workers)
     warn_truncated_rows(tokenized["is_cut"], length, key)
     columns = zip(tokenized["input_ids"], tokenized["is_target"], strict=True)
     answered = [
@@ -116,7 +189,7 @@ def answer_sequences(
             answered, tokenized["grids"], images, f"{key}: {{}} seq_length {length}"
         )
     made = TokenDataset.from_samples(sequence for _, row in kept for sequence in row)
-    if numbers is not None:
+    if answers.numbers is not None:
         row_numbers = tokenized["numbers"]
         made.values = np.array([row_numbers[number] for number, row in kept for _ in row], np.float64)
     if images is not None and has_images:
@@ -130,33 +203,24 @@ def answer_sequences(
     return made
 
 
-def _tokenize_rows(
-    rows: "datasets.Dataset",
-    encode: RowEncoder,
-    arguments: DataArguments,
-    key: str,
-    numbers: RowNumbers | None,
-    images: ImageRows | None,
-) -> "datasets.Dataset":
+def _tokenize_rows(rows: "datasets.Dataset", answers: AnswerRows, workers: int | None) -> "datasets.Dataset":
     """Tokenize and truncate the sequences of each row, with a truncation flag, numbers and image grids."""
     import datasets
 
-    length, value = arguments.seq_length, datasets.Value
-    own = null_filter(rows.features)
+    value, own = datasets.Value, null_filter(rows.features)
 
     def tokenize(row: Values, index: int) -> JsonObject:
-        row, place = row if own is None else own(row), f"{key}, row {index}"
+        place = f"{answers.key}, row {index}"
         try:
-            encoded, grids = (encode(row), None) if images is None else images.encode_row(row, encode, place)
-            row_numbers = [] if numbers is None else numbers(row)
+            made = answers.encode_row(row if own is None else own(row), place)
         except McaError as error:
             raise McaError(f"{place}: {error}") from error
         return {
-            "input_ids": [tokens[:length] for tokens, _ in encoded],
-            "is_target": [targets[:length] for _, targets in encoded],
-            "is_cut": any(len(tokens) > length for tokens, _ in encoded),
-            "numbers": [float(number) for number in row_numbers],
-            "grids": [[grid.numbers for grid in side] for side in grids or []],
+            "input_ids": [tokens for tokens, _ in made.sequences],
+            "is_target": [targets for _, targets in made.sequences],
+            "is_cut": made.is_cut,
+            "numbers": made.numbers,
+            "grids": [[grid.numbers for grid in side] for side in made.grids],
         }
 
     def lists(kind: str) -> "datasets.Sequence":
@@ -166,7 +230,7 @@ def _tokenize_rows(
     features["grids"] = datasets.Sequence(lists("float64"))
     features["numbers"] = datasets.Sequence(value("float64"))
     features["is_cut"] = value("bool")
-    return map_in_memory(rows, tokenize, features, arguments.preprocessing_num_workers)
+    return map_in_memory(rows, tokenize, features, workers)
 
 
 def _drop_cut_images(

@@ -20,9 +20,9 @@ from mca_train.data.encoding import (
     template_inputs,
     tokenize_answers,
 )
+from mca_train.data.formats import detect_format, require_named_column
 from mca_train.data.long_texts import encode_prefix
 from mca_train.data.preferences import pair_encoder
-from mca_train.data.row_formats import detect_format, require_named_column
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

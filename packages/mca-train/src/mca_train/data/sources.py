@@ -17,8 +17,7 @@ from mca_config.types import JsonObject, Values
 from mca_train.config.arguments import DataArguments, DefaultColumn, PairArguments, column_keys
 from mca_train.config.run_config import build
 from mca_train.data.files import load_rows, reader_name, translate_read_errors
-from mca_train.data.formats import COLUMN_KEYS
-from mca_train.data.row_formats import FORMAT_BY_COLUMN, FORMAT_COLUMNS
+from mca_train.data.formats import COLUMN_KEYS, FORMAT_BY_COLUMN, FORMAT_COLUMNS
 from mca_train.data.urls import is_url, strip_query
 
 if TYPE_CHECKING:
@@ -224,8 +223,8 @@ def _reader_options(path: Path, source: Source, key: str) -> JsonObject:
     ]
     if left and builder.config.name == "default":
         logger.warning(
-            "%s: %s: leaves out %s (%s, ...), as the names of others say train, test or validation; name each file as "
-            "an entry, or rename them",
+            "%s: %s: %s not read (%s, ...), because other files are named as splits (train, test, validation); list "
+            "each file as an entry, or rename them",
             key,
             redacted(source.path),
             counted(len(left), "file"),

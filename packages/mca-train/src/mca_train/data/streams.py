@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 from mca_config.errors import McaError
 from mca_config.types import Values
 from mca_train.config.arguments import DataArguments
-from mca_train.data.encoding import BlockTokenizer, Encoded, RowEncoder, RowNumbers
+from mca_train.data.encoding import BlockTokenizer
 from mca_train.data.file_rows import FileRows, Row
 from mca_train.data.files import (
     check_file,
@@ -25,11 +25,12 @@ from mca_train.data.files import (
     require_shallow_json,
     translate_read_errors,
 )
-from mca_train.data.image_rows import ImageRows, without_decoding
+from mca_train.data.image_rows import without_decoding
 from mca_train.data.sample_images import stream_images
+from mca_train.data.samples import AnswerRows
 from mca_train.data.target_filter import RowsWithTargets, SampleBuilder
 from mca_train.data.token_dataset import IGNORED, VALUES, Sample
-from mca_train.data.tool_arguments import null_filter
+from mca_train.data.tools import null_filter
 from mca_train.data.urls import is_url, require_readable
 
 if TYPE_CHECKING:
@@ -46,47 +47,31 @@ class AnswerStream(IterableDataset[Sample]):
 
     Args:
         rows: Rows of the files.
-        encode: Encoder of a row.
+        answers: Encoding of a row.
         is_sure: Function that returns True if a row has a target for sure, without tokenizing it.
-        length: Maximum tokens of a sequence; longer ones are truncated.
-        key: Argument that names the files, for errors.
-        wanted: Description of what rows without a target lack.
         sides: Prefixes of the sequences of a sample; empty: a sample is one sequence.
-        numbers: Function from a row to the numbers of its sequences; None: there are none.
-        images: Image options of the rows; None: there are no images.
     """
 
     def __init__(
         self,
         rows: FileRows,
-        encode: RowEncoder,
+        answers: AnswerRows,
         is_sure: Callable[[Row], bool],
-        length: int,
-        key: str,
         *,
-        wanted: str,
         sides: Sequence[str] = (),
-        numbers: RowNumbers | None = None,
-        images: ImageRows | None = None,
     ) -> None:
         prefixes = [f"{side}_" for side in sides] or [""]
+        key, images = answers.key, answers.images
 
-        def make(row: Values) -> Sample:
-            if images is None:
-                sample = _to_sample(encode(row), prefixes, length)
-            else:
-                sample = _with_images(images, row, encode, prefixes, length, key)
-            if numbers is not None:
-                values = torch.tensor(numbers(row), dtype=torch.float64)
-                sample |= {prefix + VALUES: values for prefix in prefixes}
-            return sample
+        def has_target_surely(row: Row) -> bool:
+            return is_sure(row) and not (images and images.has_images(row))  # images add tokens
 
-        self.make = SampleBuilder(make, key)
+        self.make = SampleBuilder(lambda row: _to_sample(answers, row, prefixes), key)
         self.order_description = rows.order_description
         self.has_images = images is not None and any(map(images.has_images, rows.heads))
         """True if the first row of a file has images."""
-        warning = f"{key}: rows do not have {wanted} within seq_length {length}"
-        self.rows = RowsWithTargets(rows, self.make, is_sure, warning)
+        warning = f"{key}: rows do not have {answers.wanted} within seq_length {answers.length}"
+        self.rows = RowsWithTargets(rows, self.make, has_target_surely, warning)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the shuffle."""
@@ -198,27 +183,24 @@ def _open_files(
     return heads, list(zip(files, own, strict=True))
 
 
-def _to_sample(sequences: Sequence[Encoded], prefixes: Sequence[str], length: int) -> Sample:
-    sample = {}
-    for prefix, (tokens, targets) in zip(prefixes, sequences, strict=True):
-        ids = torch.tensor(tokens[:length])
-        sample[f"{prefix}input_ids"] = ids
-        sample[f"{prefix}labels"] = ids.where(torch.tensor(targets[:length]), IGNORED)
-    return sample
-
-
-def _with_images(
-    images: ImageRows, row: Values, encode: RowEncoder, prefixes: Sequence[str], length: int, key: str
-) -> Sample:
-    """Return the sample of a row that may have images, without targets if it ends within an image."""
+def _to_sample(answers: AnswerRows, row: Values, prefixes: Sequence[str]) -> Sample:
+    """Return the sample of a row, without targets if it ends within an image."""
     place = getattr(row, "place", "")
-    row_place = f"{key}{place and ', ' + place}"
-    sequences, grids = images.encode_row(row, encode, row_place)
-    sample = _to_sample(sequences, prefixes, length)
-    for side, (prefix, own) in enumerate(zip(prefixes, grids, strict=True)):
-        if not own:
+    row_place = f"{answers.key}{place and ', ' + place}"
+    made = answers.encode_row(row, row_place)
+    sample: Sample = {}
+    for prefix, (tokens, targets) in zip(prefixes, made.sequences, strict=True):
+        ids = torch.tensor(tokens)
+        sample[f"{prefix}input_ids"] = ids
+        sample[f"{prefix}labels"] = ids.where(torch.tensor(targets), IGNORED)
+        if answers.numbers is not None:
+            sample[prefix + VALUES] = torch.tensor(made.numbers, dtype=torch.float64)
+    for side, (prefix, own) in enumerate(zip(prefixes, made.grids, strict=False)):
+        if answers.images is None or not own:
             continue
-        found = stream_images(images, row, side, sample[f"{prefix}input_ids"].tolist(), own, row_place)
+        found = stream_images(
+            answers.images, row, side, sample[f"{prefix}input_ids"].tolist(), own, row_place
+        )
         if found is None:
             sample[f"{prefix}labels"] = torch.full_like(sample[f"{prefix}labels"], IGNORED)
         elif found.places:

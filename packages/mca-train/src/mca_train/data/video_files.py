@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from mca_config.errors import McaError, UsageError
 from mca_config.redaction import redacted
+from mca_train.data.audio_files import AudioFacts, resample
 from mca_train.data.encoded_file import EncodedFile
 from mca_train.data.image_files import ImageFile, open_image
 from mca_train.data.message_parts import VIDEO, VIDEO_KEYS, require_no_video_options
@@ -21,6 +22,8 @@ from mca_train.types import Upstream
 
 _FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,mpegvideo,flv,ogg,asf,gif,h264,hevc"
 """Containers of one file; playlists (hls, concat, dash) would open others."""
+_ADDED_SECONDS = 0.2
+"""Largest difference between the sound that a container counts and what can be decoded; it is cut, or filled."""
 _TRAILING = 2
 """Frames at the end that a container may count and that cannot be decoded; the last frame replaces them."""
 
@@ -34,12 +37,14 @@ class VideoFacts:
         fps: Frames per second.
         height: Pixels of an oriented frame.
         width: The same.
+        sound: Facts of the sound; None: there is none, or it is not used.
     """
 
     frames: int
     fps: float
     height: int
     width: int
+    sound: AudioFacts | None = None
 
     @property
     def seconds(self) -> float:
@@ -52,8 +57,11 @@ class VideoFile(EncodedFile):
 
     medium = VIDEO
 
-    def facts(self) -> VideoFacts:
+    def facts(self, *, sound: bool = False) -> VideoFacts:
         """Return the facts of the video. Packets are counted where the container has no number of frames.
+
+        Args:
+            sound: Also return the facts of the first audio stream.
 
         Raises:
             McaError: The file is missing, or no video.
@@ -70,7 +78,37 @@ class VideoFile(EncodedFile):
                 raise McaError(f"video {self.place} has {lacking}; encode it again, or remove the row")
             sides = (first.height, first.width)
             height, width = sides if _quarter_turns(first) % 2 == 0 else sides[::-1]
-            return VideoFacts(max(frames, 1), float(rate), height, width)
+            heard = _read_sound_header(container) if sound else None
+            return VideoFacts(max(frames, 1), float(rate), height, width, heard)
+
+    def sound(self, rate: int) -> NDArray[np.float32]:
+        """Return the mean of all channels of the first audio stream, resampled: ``[samples]``.
+
+        Raises:
+            McaError: There is no sound, or its length differs from the container's by more than encoders add.
+        """
+        from av.audio.resampler import AudioResampler
+
+        facts = self.facts(sound=True).sound
+        if facts is None:
+            raise McaError(
+                f"video {self.place} has no sound, which it had before; do not change files of a run"
+            )
+        with self._opened() as container:
+            as_floats = AudioResampler(format="fltp")
+            parts = [
+                part.to_ndarray().mean(0)
+                for frame in (*container.decode(container.streams.audio[0]), None)
+                for part in as_floats.resample(frame)
+            ]
+        mono = np.concatenate(parts) if parts else np.zeros(0, np.float32)
+        if abs(len(mono) - facts.frames) > _ADDED_SECONDS * facts.rate:
+            raise McaError(
+                f"video {self.place}: {len(mono)} of {facts.frames} samples of its sound can be decoded; the file is "
+                "damaged; encode it again, or remove the row"
+            )
+        whole = np.pad(mono[: facts.frames], (0, max(facts.frames - len(mono), 0)))
+        return resample(whole.astype(np.float32), facts, rate)
 
     def frames(self, indices: Sequence[int]) -> NDArray[np.uint8]:
         """Return the frames at ascending ``indices``, in RGB and oriented: ``[frames, height, width, 3]``.
@@ -139,8 +177,8 @@ class FrameFiles:
         """Return a description for errors."""
         return f"of {len(self.images)} images, the first {self.images[0].place}"
 
-    def facts(self) -> VideoFacts:
-        """Return the facts of the video, with the size of its first image."""
+    def facts(self, *, sound: bool = False) -> VideoFacts:
+        """Return the facts of the video, with the size of its first image, and no ``sound``."""
         return VideoFacts(len(self.images), self.fps, *self.images[0].size())
 
     def frames(self, indices: Sequence[int]) -> NDArray[np.uint8]:
@@ -160,6 +198,19 @@ class FrameFiles:
 
 
 Video = VideoFile | FrameFiles
+
+
+def _read_sound_header(container: Upstream) -> AudioFacts | None:
+    """Return the facts of the first audio stream; packets are counted where the container has no duration of it."""
+    streams = container.streams.audio
+    if not streams or not streams[0].rate:
+        return None
+    stream, duration = streams[0], streams[0].duration
+    if not duration:
+        container.seek(0)
+        duration = sum(packet.duration or 0 for packet in container.demux(stream) if packet.size)
+    samples = round(float(duration * stream.time_base) * stream.rate)
+    return AudioFacts(samples, stream.rate) if samples else None
 
 
 def require_video_packages() -> None:

@@ -24,8 +24,9 @@ from mca_models.media import ImageSpan, placeholders
 from mca_models.templates import get_family
 from mca_models.templates.parts.vision_tower import VideoRules
 from mca_train.data.grids import Grid
-from mca_train.data.image_processors import frame_title, internvl_marks, pooled_marks, resized_sides
+from mca_train.data.image_processors import frame_title, internvl_marks, pooled_marks
 from mca_train.data.image_tokens import require_unchanged
+from mca_train.data.patch_grids import resized_sides
 from mca_train.data.placeholders import media_fields
 from mca_train.data.pooled_patches import grids_of_positions, pooled_sides, without_padding
 from mca_train.data.video_files import Video, VideoFacts, require_video_packages
@@ -45,6 +46,7 @@ class VideoOptions:
     fps: float | None = None
     max_frames: int | None = None
     max_seconds: float | None = None
+    sound: bool = False
 
 
 class VideoTokens:
@@ -60,6 +62,9 @@ class VideoTokens:
     Raises:
         UsageError: The options do not fit the processor.
     """
+
+    hears = False
+    """The sound of videos is used."""
 
     def __init__(
         self,
@@ -155,6 +160,10 @@ class VideoTokens:
             (padded[start] / facts.fps + padded[start + step - 1] / facts.fps) / 2
             for start in range(0, len(padded), step)
         )
+
+    def marks(self, grid: Grid) -> tuple[Sequence[int], Sequence[int]]:
+        """Return the tokens before and after a video."""
+        return self.before, self.after
 
     def ids(self, grid: Grid) -> list[int]:
         """Return the tokens that replace one placeholder of the chat template."""
@@ -321,7 +330,31 @@ class PooledVideoTokens(TimedVideoTokens):
         return without_padding(made["pixel_values_videos"], positions)
 
 
-class NumberedFrameTokens(FrameImageTokens):
+class _EvenFrames(VideoTokens):
+    """Methods of video tokens with a fixed number per frame, and frames at even distances."""
+
+    _length: int
+
+    def _resized_sides(self, processor: ImageProcessor) -> Callable[[int, int, int], tuple[int, int]]:
+        """Return the function from height, width and number of frames to the rows and columns of tokens."""
+        processor.temporal_patch_size = processor.merge_size = 1  # which it lacks
+        return lambda height, width, frames: (1, self._length)
+
+    def _count_patches(self, facts: VideoFacts, indices: Sequence[int], tokens: int) -> int:
+        return len(indices) * tokens
+
+    def _sample(self, facts: VideoFacts) -> tuple[int, ...]:
+        """Return the indices of the frames that the model sees, at even distances."""
+        from transformers.video_utils import VideoMetadata
+
+        count = self.processor.num_frames or int(facts.frames / facts.fps * self.processor.fps)
+        most = self._options.max_frames or facts.frames
+        known = VideoMetadata(total_num_frames=facts.frames, fps=facts.fps)
+        count = max(min(count, most, facts.frames), 1)
+        return tuple(map(int, self.processor.sample_frames(metadata=known, num_frames=count)))
+
+
+class NumberedFrameTokens(_EvenFrames, FrameImageTokens):
     """Video tokens of InternVL: each frame is an image of one tile, behind its number.
 
     The title of the first frame is in the rendered chat already; see `with_image_marks`.
@@ -348,24 +381,6 @@ class NumberedFrameTokens(FrameImageTokens):
         self._length = length
         super().__init__(processor, token, options, marks, tokenizer, whole=True)
 
-    def _resized_sides(self, processor: ImageProcessor) -> Callable[[int, int, int], tuple[int, int]]:
-        """Return the function from height, width and number of frames to the rows and columns of tokens."""
-        processor.temporal_patch_size = processor.merge_size = 1  # which it lacks
-        return lambda height, width, frames: (1, self._length)
-
-    def _count_patches(self, facts: VideoFacts, indices: Sequence[int], tokens: int) -> int:
-        return len(indices) * tokens
-
-    def _sample(self, facts: VideoFacts) -> tuple[int, ...]:
-        """Return the indices of the frames that the model sees, at even distances."""
-        from transformers.video_utils import VideoMetadata
-
-        count = self.processor.num_frames or int(facts.frames / facts.fps * self.processor.fps)
-        most = self._options.max_frames or facts.frames
-        known = VideoMetadata(total_num_frames=facts.frames, fps=facts.fps)
-        count = max(min(count, most, facts.frames), 1)
-        return tuple(map(int, self.processor.sample_frames(metadata=known, num_frames=count)))
-
     def ids(self, grid: Grid) -> list[int]:
         """Return the tokens that replace one placeholder of the chat template."""
         found: list[int] = []
@@ -384,6 +399,38 @@ class NumberedFrameTokens(FrameImageTokens):
         """
         made = self._processed(video, grid)
         return {"pixel_values": made["pixel_values_videos"][0]}
+
+
+class PooledFrameTokens(_EvenFrames):
+    """Video tokens of LLaVA-OneVision: a fixed number for each frame, one after the other, and one at the end.
+
+    Args:
+        processor: As in `VideoTokens`.
+        token: Id of the placeholder token.
+        options: Options of the run.
+        length: Placeholders per frame.
+    """
+
+    def __init__(self, processor: ImageProcessor, token: int, options: VideoOptions, length: int) -> None:
+        self._length = length
+        super().__init__(processor, token, options)
+
+    def grid(self, facts: VideoFacts) -> Grid:
+        """Return the grid of a video, as one frame with all its tokens."""
+        return Grid(1, super().grid(facts).tokens + 1, 1)
+
+    def tensors(self, video: Video, grid: Grid) -> dict[str, Tensor]:
+        """Return the inputs of the vision tower for ``video``: its frames, as those of a tiled image.
+
+        Raises:
+            McaError: The video cannot be read, or has changed since its placeholders were counted.
+        """
+        frames = self._processed(video, grid)["pixel_values_videos"]
+        return {
+            "pixel_values": frames,
+            "image_sizes": torch.tensor([frames.shape[-2:]]),
+            "batch_num_images": torch.tensor([-frames.shape[1]]),
+        }
 
 
 def _apply_options(processor: ImageProcessor, options: VideoOptions, fps: float) -> None:
@@ -428,28 +475,38 @@ def video_tokens(
         image, length = placeholders(vision)["image"], vision.get("image_seq_length", 256)
         own = internvl_marks(tokenizer)
         return NumberedFrameTokens(processor, image, options, own, tokenizer, length=length)
+    if part.video_tokens == "pooled":
+        assert part.tokens_per_frame is not None, "pooled frames have a fixed number of features"
+        return PooledFrameTokens(processor, token, options, part.tokens_per_frame(config))
     if part.video_tokens == "minutes":
         return PooledVideoTokens(processor, token, options, pooled_marks(vision), tokenizer)
-    of_images = part.video_tokens in ("second_after", "seconds_after")
-    marks = _marks(config, "image" if of_images else "vision")
-    if of_images:
-        image, whole = placeholders(vision)["image"], part.video_tokens == "second_after"
-        return FrameImageTokens(processor, image, options, marks, tokenizer, whole=whole)
+    if part.video_tokens in ("second_after", "seconds_after"):
+        marks, whole = media_marks(config, "image"), part.video_tokens == "second_after"
+        return FrameImageTokens(
+            processor, placeholders(vision)["image"], options, marks, tokenizer, whole=whole
+        )
     if part.video_tokens == "timestamps":
+        marks = media_marks(config, "vision")
         made: VideoTokens = TimedVideoTokens(processor, token, options, marks, tokenizer)
     else:
-        seconds = part.tokens_per_second
-        if seconds is not None:
-            seconds = vision.get("vision_config", {}).get("tokens_per_second", seconds)
-        if part.video_rules is not None:
-            seconds = vision.get("position_id_per_seconds", seconds)
-        made = VideoTokens(processor, token, options, seconds, part.video_rules)
-    made.before, made.after = marks[:1], marks[1:]
+        made = VideoTokens(processor, token, options, positions_per_second(config), part.video_rules)
+    keys = (f"vision_{side}_token_id" for side in ("start", "end"))
+    made.before, made.after = ([vision[key]] if key in vision else () for key in keys)
     return made
 
 
-def _marks(config: McaModelConfig, medium: str) -> tuple[int, int]:
-    """Return the ids of the tokens before and after a frame."""
+def positions_per_second(config: McaModelConfig) -> float | None:
+    """Return the time positions of a second of video; None: each frame has one."""
+    part, vision = get_family(config.model_type).vision, config.vision_fields or {}
+    if part is None or part.tokens_per_second is None:
+        return None
+    if part.video_rules is not None:
+        return float(vision.get("position_id_per_seconds", part.tokens_per_second))
+    return float(vision.get("vision_config", {}).get("tokens_per_second", part.tokens_per_second))
+
+
+def media_marks(config: McaModelConfig, medium: str) -> tuple[int, int]:
+    """Return the ids of the tokens before and after a frame, or a clip."""
     vision = config.vision_fields or {}
     keys = [f"{medium}_{side}_token_id" for side in ("start", "end")]
     if missing := [key for key in keys if key not in vision]:

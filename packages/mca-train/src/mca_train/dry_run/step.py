@@ -26,10 +26,13 @@ from mca_train.config.model import make_adapter, model_config
 from mca_train.config.model_parts import trained_parts
 from mca_train.dry_run.fake_process_group import fake_process_group, replace_moved_parameters
 from mca_train.dry_run.fake_values import FakeValues
-from mca_train.dry_run.modules import ModuleNames
 from mca_train.dry_run.passes import PassTracer, schedule_order
-from mca_train.dry_run.routing import convert_known_values, route_evenly, skip_sinkhorn_iterations
-from mca_train.dry_run.samples import LongestSamples
+from mca_train.dry_run.samples import (
+    LongestSamples,
+    convert_known_values,
+    route_evenly,
+    skip_sinkhorn_iterations,
+)
 from mca_train.dry_run.tracker import (
     GRADIENTS,
     KEPT,
@@ -38,6 +41,7 @@ from mca_train.dry_run.tracker import (
     STEP,
     WEIGHTS,
     Message,
+    ModuleNames,
     Tracker,
     add_micro_batches,
     split_per_micro_batch,
@@ -220,7 +224,7 @@ def build(
 
 def _with_adapter(model: "VirtualModels", settings: "Settings") -> "VirtualModels":
     """Return the model with an adapter whose values are not initialised."""
-    adapter = make_adapter(settings.lora, model.config, trained_parts(settings.training))
+    adapter = make_adapter(settings.lora, model.config, trained_parts(settings.training, model.config))
     return model if adapter is None else attach_adapter(model, *adapter)
 
 

@@ -18,8 +18,7 @@ from mca_train.engine.optimizer import build_optimizer
 from mca_train.engine.pipeline import Pipeline
 from mca_train.engine.rng import preserved_rng
 from mca_train.losses import moe_aux, mtp
-from mca_train.losses.step_counts import ItemCount, count_step
-from mca_train.losses.token_loss import LossFunction, StepLoss, num_targets
+from mca_train.losses.token_loss import ItemCount, LossFunction, StepLoss, count_step, num_targets
 from mca_train.types import Chunk, TrainingArguments, Upstream, Wrapper
 
 
@@ -35,7 +34,10 @@ class StepResult:
 
 
 _FIXED = ("freeze", "max_grad_norm", "adam_beta1", "adam_beta2", "adam_epsilon")
-_PART_RATES = ("vision_learning_rate", "projector_learning_rate", "decoupled_lr", "decoupled_min_lr")
+_PART_RATES = (
+    *("vision_learning_rate", "audio_learning_rate", "projector_learning_rate"),
+    *("decoupled_lr", "decoupled_min_lr"),
+)
 _RUN_RATES = ("learning_rate", "min_lr")
 
 

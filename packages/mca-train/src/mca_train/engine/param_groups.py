@@ -1,4 +1,4 @@
-"""Megatron parameter groups for the learning rates of a vision-language model's parts.
+"""Megatron parameter groups for the learning rates of a multimodal model's parts.
 
 A group's learning rate follows the run's schedule, which `lr_schedule` writes.
 """
@@ -10,10 +10,17 @@ import torch
 
 from mca_config.errors import McaError
 from mca_config.types import JsonObject
-from mca_models.megatron.features.vision_tower import model_part
+from mca_models.megatron.features.vision_tower import PARTS, Part, model_part
 from mca_models.megatron.peft import PeftModels
 from mca_train import groups
-from mca_train.config.model_parts import PARTS, SEEING, Part, adapter_parts, trained_parts, trained_problems
+from mca_train.config.model_parts import (
+    MEDIA_PARTS,
+    PART_RATES,
+    absent_parts,
+    adapter_parts,
+    trained_parts,
+    trained_problems,
+)
 from mca_train.types import TrainingArguments, Upstream
 
 if TYPE_CHECKING:
@@ -30,13 +37,15 @@ def select_trained_parts(model: "VirtualModels", args: TrainingArguments) -> Non
     Raises:
         McaError: The model has no such parts, or cannot train them as the arguments ask.
     """
+    for problem in absent_parts(args, model.config):
+        raise McaError(problem)
     for item, tensor in model.local_params():
         setattr(tensor, _MARK, model_part(item.param, model.config))
     if args.freeze is not None and isinstance(model, PeftModels):
         _reject_adapter_on(adapter_parts(model.rules, model.config), args.freeze)
     elif args.freeze is not None:
         user_frozen = _user_frozen(model)
-        model.train_parts(trained_parts(args))
+        model.train_parts(trained_parts(args, model.config))
         for tensor in user_frozen:
             tensor.requires_grad_(False)
     for problem in _problems(model, args, adapted=isinstance(model, PeftModels)):
@@ -63,17 +72,15 @@ def _user_frozen(model: "VirtualModels") -> list[torch.Tensor]:
 
 def _problems(model: "VirtualModels", args: TrainingArguments, *, adapted: bool) -> Iterator[str]:
     """Yield `trained_problems` for the parts that the model trains; the same on every rank."""
-    keys = [key for part in SEEING if getattr(args, key := f"{part}_learning_rate") is not None]
+    keys = [key for key in PART_RATES.values() if getattr(args, key) is not None]
     if model.config.vision is None:
-        if keys:
-            yield f"{', '.join(keys)}: a {model.config.model_type} model has no vision part; remove it"
         return
     if keys or args.overlap_param_gather:
-        yield from trained_problems(args, _trained_vision_parts(model), adapted=adapted)
+        yield from trained_problems(args, _trained_media_parts(model), adapted=adapted)
 
 
-def _trained_vision_parts(model: "VirtualModels") -> set[Part]:
-    """Return the vision parts that any rank trains, directly or through an adapter; collective."""
+def _trained_media_parts(model: "VirtualModels") -> set[Part]:
+    """Return the parts for media that any rank trains, directly or through an adapter; collective."""
     here = {
         getattr(tensor, _MARK, "vision")  # adapter parameters have no mark
         for chunk in model.chunks
@@ -81,7 +88,7 @@ def _trained_vision_parts(model: "VirtualModels") -> set[Part]:
         if tensor.requires_grad
     }
     device = groups.current_ranks(model.config.layout).device
-    return {part for part in SEEING if groups.max_over_ranks(float(part in here), device)}
+    return {part for part in MEDIA_PARTS if groups.max_over_ranks(float(part in here), device)}
 
 
 def param_group_overrides(args: TrainingArguments, config: Upstream) -> JsonObject:
@@ -91,7 +98,7 @@ def param_group_overrides(args: TrainingArguments, config: Upstream) -> JsonObje
         args: The learning rates.
         config: Megatron's ``OptimizerConfig``, whose standard overrides are kept.
     """
-    configured = {"vision": args.vision_learning_rate, "projector": args.projector_learning_rate}
+    configured = {part: getattr(args, key) for part, key in PART_RATES.items()}
     # identical parameter groups cannot be distinguished in a checkpoint
     rates = {part: rate for part, rate in configured.items() if rate not in (None, args.learning_rate)}
     if not rates:

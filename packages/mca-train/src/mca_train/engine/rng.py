@@ -26,12 +26,17 @@ def seed_dropout(model: VirtualModels, seed: int) -> None:
 
     Hugging Face's Trainer has just given all ranks one seed. Without dropout they keep it, for the collator.
     """
+    if has_dropout(model):
+        parallel.seed_device(seed, model.rank_context)
+
+
+def has_dropout(model: VirtualModels) -> bool:
+    """Return True if training draws random numbers in the forward pass: dropout or noise."""
     config, adapter = model.megatron, getattr(model, "adapter", None)
     drawn = [config.hidden_dropout, config.attention_dropout, config.moe_input_jitter_eps]
     if (moe := model.config.moe) is not None:
         drawn += [moe.sparse_mixer_jitter is not None, moe.input_jitter_noise]
-    if any(drawn) or (adapter is not None and adapter.dropout):
-        parallel.seed_device(seed, model.rank_context)
+    return any(drawn) or (adapter is not None and bool(adapter.dropout))
 
 
 def save_rng(folder: Path, ranks: Ranks) -> None:

@@ -3,24 +3,83 @@
 Without a GPU the ranks are forked from a process that has imported all modules and read the data, so that
 four ranks start as fast as one. With GPUs each rank is a new process, because CUDA does not survive a fork.
 If one rank fails, all ranks are ended and its error is printed once.
+The run's folder for temporary files is removed at the end or, after a SIGKILL, by the user's next run.
 """
 
 import atexit
 import contextlib
 import ctypes
+import importlib
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-from mca_train.launch.environment import rank_environment, threads_per_gpu_rank
+from mca_config.errors import McaError
+from mca_models.storage.partial_folder import PartialFolder, remove_leftovers
+from mca_train.launch.environment import LISTENER, listening, rank_environment, threads_per_gpu_rank
 from mca_train.launch.failures import End, done_mark, explain, report_failure
-from mca_train.launch.rendezvous import LISTENER, listening
+
+_LONGEST = 107 - len("/listener-xxxxxxxx")  # bytes of a path of a folder for sockets
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """Yield a new folder in the temporary directory, also for the sockets of ``multiprocessing``.
+
+    Raises:
+        McaError: The folder cannot be created.
+    """
+    try:
+        parent, name = Path(tempfile.gettempdir()), f"mca-train-{os.getuid()}"
+        remove_leftovers(parent / name)
+        folder = PartialFolder(parent, name)
+        folder.path.chmod(0o700)
+    except OSError as error:
+        where = tempfile.tempdir or os.environ.get("TMPDIR", "/tmp")
+        reason = error.strerror or str(error)
+        raise McaError(
+            f"temporary directory {where}: cannot be written ({reason}); set TMPDIR to another"
+        ) from error
+    try:
+        with _sockets_in(folder.path):
+            yield folder.path
+    finally:
+        waiting = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # a second Ctrl-C leaves nothing either
+        folder.remove()
+        signal.pthread_sigmask(signal.SIG_SETMASK, waiting)
+
+
+@contextmanager
+def _sockets_in(folder: Path) -> Iterator[None]:
+    """Make managers and queues of this process and its forks use ``folder`` instead of a ``pymp-*`` folder.
+
+    A killed process does not remove its ``pymp-*`` folder. `datasets` uses ``multiprocess``.
+    """
+    if len(os.fsencode(folder)) > _LONGEST:
+        yield
+        return
+    settings = []
+    for name in ("multiprocessing.process", "multiprocess.process"):
+        with suppress(ImportError):
+            settings.append(importlib.import_module(name).current_process()._config)
+    before = [setting.get("tempdir") for setting in settings]
+    for setting in settings:
+        setting["tempdir"] = str(folder)
+    try:
+        yield
+    finally:
+        for setting, folder_before in zip(settings, before, strict=True):
+            setting["tempdir"] = folder_before
+
 
 _GRACE = (
     1.0  # seconds to collect the exits that distinguish the first failed rank from those that it made fail

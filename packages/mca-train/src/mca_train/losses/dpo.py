@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, relu
 
-from mca_train.losses.dpo_loss_types import LossType
+from mca_train.losses.options import LossType
 
 _TAU = 0.05  # as in the paper
 

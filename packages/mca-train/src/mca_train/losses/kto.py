@@ -16,35 +16,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mca_config.errors import McaError
 from mca_train.losses import preference
+from mca_train.losses.options import KtoOptions
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
-    from mca_config.training import TrainingArguments
-
 
 @dataclass(frozen=True, kw_only=True)
-class KtoLoss:
-    """KTO loss.
-
-    Args:
-        beta: Strength of the KL penalty.
-        desirable_weight: Weight of good answers.
-        undesirable_weight: Weight of bad answers.
-    """
-
-    beta: float = 0.1
-    desirable_weight: float = 1.0
-    undesirable_weight: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.beta <= 0:
-            raise McaError(f"kto_beta is {self.beta}; expected a positive number")
-        for name in ("desirable_weight", "undesirable_weight"):
-            if getattr(self, name) < 0:
-                raise McaError(f"{name} is {getattr(self, name)}; expected 0 or more")
+class KtoLoss(KtoOptions):
+    """KTO loss."""
 
     def __call__(self, gain: Tensor, good: Tensor, kl: Tensor) -> Tensor:
         """Return the loss of each answer.
@@ -57,15 +38,6 @@ class KtoLoss:
         shifted = self.beta * (gain - kl)
         desirable = self.desirable_weight * (1 - torch.sigmoid(shifted))
         return torch.where(good, desirable, self.undesirable_weight * (1 - torch.sigmoid(-shifted)))
-
-
-def key_problems(training: "TrainingArguments") -> Iterator[str]:
-    """Yield an error for each argument that KTO does not support."""
-    yield from preference.key_problems(training)
-    if training.overlap_param_gather:
-        yield (
-            "overlap_param_gather is not supported with kto, which runs the model before a step; set it to false"
-        )
 
 
 def model_problems(megatron: "TransformerConfig") -> Iterator[str]:

@@ -30,7 +30,7 @@ from torch import Tensor
 from mca_models.megatron.factory.transformer_config import HF_AUX_LOSS
 from mca_train import groups
 from mca_train.losses.moe_sequence_ids import decode_sequence_ids, mtp_router_depths, propagate_sequence_ids
-from mca_train.losses.step_counts import StepCounts
+from mca_train.losses.token_loss import StepCounts
 from mca_train.types import Chunk, Router, Upstream
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mca_config.types import JsonObject
-from mca_train.losses.step_counts import StepCounts
+from mca_train.losses.token_loss import StepCounts
 from mca_train.types import Chunk, Upstream
 
 

@@ -35,27 +35,14 @@ from mca_config.model_config import McaModelConfig
 from mca_train import groups
 from mca_train.batching.micro_batch import MicroBatch
 from mca_train.losses.dpo import REFERENCE_LOSSES, LogRatios
-from mca_train.losses.dpo_loss_types import REFUSED, LossType
 from mca_train.losses.moe_aux import has_losses
+from mca_train.losses.options import PreferenceOptions
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
-    from mca_config.training import TrainingArguments
-
-METRIC_NAMES = (
-    "rewards/chosen",
-    "rewards/rejected",
-    "rewards/accuracies",
-    "rewards/margins",
-    "logps/chosen",
-    "logps/rejected",
-)
-"""Logged metrics of pairs, in addition to the loss."""
 
 _LENGTH_NORMALIZED = ("ipo", "sigmoid_norm", "simpo", "orpo")
-_REFERENCE_FREE = ("simpo", "orpo")
-_SMOOTHED = ("sigmoid", "robust", "exo_pair")
 _SIMPO_GAMMA = 0.5  # as in TRL
 
 
@@ -78,55 +65,8 @@ class PairLogps:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreferenceLoss:
-    """Loss of preference pairs.
-
-    Args:
-        kind: ``dpo_loss``; the module lists the formulas.
-        beta: Strength of the KL penalty; orpo: weight of the odds.
-        label_smoothing: Assumed fraction of pairs in the wrong order (sigmoid, robust, exo_pair).
-        simpo_gamma: Margin by which the chosen answer should be better (simpo).
-        rpo_alpha: Weight of the chosen answer's cross entropy; None: not added.
-    """
-
-    kind: LossType = "sigmoid"
-    beta: float = 0.1
-    label_smoothing: float = 0.0
-    simpo_gamma: float | None = None
-    rpo_alpha: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.kind not in REFERENCE_LOSSES and self.kind not in _REFERENCE_FREE:
-            why = REFUSED.get(self.kind, f"expected {', '.join((*REFERENCE_LOSSES, *_REFERENCE_FREE))}")
-            raise McaError(f"dpo_loss is {self.kind!r}; {why}")
-        if self.beta <= 0:
-            raise McaError(f"dpo_beta is {self.beta}; expected a positive number")
-        self._require_smoothing()
-        if self.simpo_gamma is not None and self.kind != "simpo":
-            raise McaError(f"simpo_gamma is for dpo_loss simpo, not {self.kind}; remove it")
-        if self.rpo_alpha is not None and self.kind == "orpo":
-            raise McaError(
-                "rpo_alpha: dpo_loss orpo has the chosen answer's cross entropy already; remove it"
-            )
-        if self.rpo_alpha is not None and self.rpo_alpha < 0:
-            raise McaError(f"rpo_alpha is {self.rpo_alpha}; expected 0 or more")
-
-    def _require_smoothing(self) -> None:
-        if not 0 <= self.label_smoothing < 0.5:
-            raise McaError(f"dpo_label_smoothing is {self.label_smoothing}; expected 0 or more and below 0.5")
-        if self.label_smoothing and self.kind not in _SMOOTHED:
-            raise McaError(
-                f"dpo_label_smoothing is for dpo_loss {', '.join(_SMOOTHED)}, not {self.kind}; remove it"
-            )
-        if self.kind == "exo_pair" and not self.label_smoothing:
-            raise McaError(
-                "dpo_loss exo_pair needs dpo_label_smoothing above 0; set it, to 0.001 for example"
-            )
-
-    @property
-    def needs_reference(self) -> bool:
-        """Return True if the loss needs a reference model."""
-        return self.kind not in _REFERENCE_FREE
+class PreferenceLoss(PreferenceOptions):
+    """Loss of preference pairs."""
 
     def seen(self, sums: PairLogps, tokens: PairLogps) -> PairLogps:
         """Return the logged log-probabilities: sums with a reference, token means without one, as in TRL."""
@@ -167,21 +107,6 @@ class PreferenceLoss:
             gain = gain.per_token(tokens)
         return REFERENCE_LOSSES[self.kind](
             LogRatios(gain.chosen, gain.rejected, self.beta, self.label_smoothing)
-        )
-
-
-def key_problems(training: "TrainingArguments") -> Iterator[str]:
-    """Yield an error for each argument that preference pairs do not support."""
-    if training.label_smoothing_factor:
-        yield "label_smoothing_factor is not supported for preference pairs; set dpo_label_smoothing"
-
-
-def adapter_reference_problems(training: "TrainingArguments") -> Iterator[str]:
-    """Yield an error for each argument that excludes the model without its adapter as the reference."""
-    if training.overlap_param_gather:
-        yield (
-            "overlap_param_gather is not supported with the model without its adapter as reference; set it "
-            "to false"
         )
 
 

@@ -9,8 +9,7 @@ is the mean over all samples of the global batch:
     regression    squared error, a mean over the labels
 """
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -18,12 +17,7 @@ from torch.nn import functional
 
 from mca_train import groups
 from mca_train.batching.micro_batch import MicroBatch
-
-if TYPE_CHECKING:
-    from mca_config.training import TrainingArguments
-
-ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
-"""Hugging Face's names, as in ``config.json``."""
+from mca_train.losses.options import ProblemType
 
 
 def sequence_scores(output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -67,17 +61,9 @@ LOSSES: dict[ProblemType, Callable[[Tensor, Tensor], Tensor]] = {
 """Loss of each sequence, from its scores and its values."""
 
 
-METRICS: dict[ProblemType, tuple[str, Callable[[Tensor, Tensor], Tensor]]] = {
-    "single_label_classification": ("accuracy", lambda s, v: (s.argmax(1) == v[:, 0]).float()),
-    "multi_label_classification": ("accuracy", lambda s, v: ((s > 0) == (v > 0)).float().mean(1)),
-    "regression": ("mean_absolute_error", lambda s, v: (s - v).abs().mean(1)),
+METRICS: dict[ProblemType, Callable[[Tensor, Tensor], Tensor]] = {
+    "single_label_classification": lambda s, v: (s.argmax(1) == v[:, 0]).float(),
+    "multi_label_classification": lambda s, v: ((s > 0) == (v > 0)).float().mean(1),
+    "regression": lambda s, v: (s - v).abs().mean(1),
 }
-"""Logged metric, in addition to the loss."""
-
-
-def key_problems(training: "TrainingArguments") -> Iterator[str]:
-    """Yield an error for each argument that does not apply to sequence classification."""
-    if training.label_smoothing_factor:
-        yield "label_smoothing_factor is not supported with a sequence-classification head; remove it"
-    if training.loss_chunk_size:
-        yield "loss_chunk_size is not supported with a sequence-classification head; remove it"
+"""Logged metric of each sequence; `options` has its name."""

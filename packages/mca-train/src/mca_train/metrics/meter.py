@@ -10,7 +10,7 @@ from mca_train import groups
 from mca_train.batching.micro_batch import StepBatch
 from mca_train.batching.sample_consistency import combine_checksums
 from mca_train.losses.token_loss import StepLoss
-from mca_train.metrics.step_rows import StepRows
+from mca_train.metrics.metric_accumulator import StepRows
 
 
 @dataclass
@@ -23,14 +23,15 @@ class LossMeter:
     """
 
     context_parallel_rank: int
-    _steps: StepRows = field(default_factory=lambda: StepRows(6))
+    _steps: StepRows = field(default_factory=lambda: StepRows(7))
     _since: float = field(default_factory=time.perf_counter)
     _checksum: int = 0
 
     def add(self, loss: StepLoss, batch: StepBatch) -> None:
         """Add one step of this rank. Ranks that share samples count them once."""
         once = self.context_parallel_rank == 0
-        counts = (batch.num_tokens, batch.num_samples, batch.squares, batch.image_tokens)
+        media = (batch.image_tokens, batch.audio_tokens)
+        counts = (batch.num_tokens, batch.num_samples, batch.squares, *media)
         self._steps.add(
             torch.stack([loss.loss_sum.double(), loss.targets.double()]), [count * once for count in counts]
         )
@@ -53,6 +54,7 @@ class LossMeter:
             num_samples=int(steps[:, 3].sum()),
             squares=int(steps[:, 4].sum()),
             image_tokens=int(steps[:, 5].sum()),
+            audio_tokens=int(steps[:, 6].sum()),
             seconds=seconds,
             checksum=checksum,
         )
@@ -106,7 +108,9 @@ class LossReport:
     squares: int
     """Sum of squared sequence lengths."""
     image_tokens: int
-    """Image placeholder tokens, included in ``num_tokens``."""
+    """Placeholders of images and videos, included in ``num_tokens``."""
+    audio_tokens: int
+    """Placeholders of audio, included in ``num_tokens``."""
     seconds: float
     checksum: int
     """Checksum of this rank's samples in the steps that this process has done."""

@@ -41,7 +41,7 @@ class StepProfile(TrainerCallback):  # type: ignore[misc]
         steps = state.max_steps - self._began
         if self._rank == 0 and 0 < steps < args.profile_step_start:
             logger.warning(
-                "profile_step_start is %d, but this run makes %s: none is profiled; set it to 1 or more",
+                "profile_step_start is %d, but this run has %s, so no step is profiled; lower profile_step_start",
                 args.profile_step_start,
                 counted(steps, "step"),
             )

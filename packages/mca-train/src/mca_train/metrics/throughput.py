@@ -19,6 +19,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from mca_config.model_config import DtypeName, McaModelConfig
+from mca_models.templates.parts.layer_costs import ExpertSizes
+from mca_models.templates.parts.mla import latent_sizes
+from mca_models.templates.parts.moe import expert_sizes
 from mca_models.weights import Param, Stage
 from mca_train import groups
 from mca_train.config.model_parts import trained_parts
@@ -81,7 +84,7 @@ class ModelFlops:
         """
         saved = () if adapter is None else adapter.saved
         trained = {param.mca_name() for param in saved} if frozen or adapter is not None else None
-        per_token, depth = 0.0, config.mtp_num_layers or 0
+        per_token, depth, moe = 0.0, config.mtp_num_layers or 0, expert_sizes(config)
         for param in model_params(config):
             shape, name = param_shape(param, config), param.mca_name()
             table = name.startswith("embedding.") and name.endswith("_embeddings.weight")
@@ -89,9 +92,9 @@ class ModelFlops:
                 continue
             times = 1 + depth * (name == "output_layer.weight")
             passes = 6 if trained is None or name in trained else 4
-            per_token += passes * times * prod(shape) * _share(param, config)
+            per_token += passes * times * prod(shape) * _share(param, moe)
         for param, shape in () if adapter is None else adapter_shapes(config, adapter.factors):
-            per_token += 6 * prod(shape) * _share(param, config)
+            per_token += 6 * prod(shape) * _share(param, moe)
         squared = [
             config.layer_config(layer)
             for layer in range(config.num_layers)
@@ -108,17 +111,15 @@ class ModelFlops:
         return tokens * self.per_token + squares * self.per_square
 
 
-def _share(param: Param, config: McaModelConfig) -> float:
+def _share(param: Param, moe: ExpertSizes | None) -> float:
     """Return the fraction of tokens that a weight multiplies."""
-    if param.expert is None or config.moe is None:
-        return 1.0
-    return config.moe.moe_router_topk / config.moe.num_router_choices
+    return 1.0 if param.expert is None or moe is None else moe.topk / moe.choices
 
 
 def _width(config: McaModelConfig) -> float:
     """Return the size of a head, the mean of keys and values."""
-    if config.mla is not None:
-        return (config.mla.qk_head_dim + config.mla.qk_pos_emb_head_dim + config.mla.v_head_dim) / 2
+    if (latent := latent_sizes(config)) is not None:
+        return (latent.query + latent.value) / 2
     return (config.attention.kv_channels + config.attention.value_width) / 2
 
 
@@ -152,7 +153,7 @@ class Throughput:
     """
 
     def __init__(self, args: TrainingArguments, model: VirtualModels, ranks: Ranks) -> None:
-        frozen = model.config.vision is not None and "language" not in trained_parts(args)
+        frozen = model.config.vision is not None and "language" not in trained_parts(args, model.config)
         self._flops = ModelFlops.from_config(model.config, getattr(model, "rules", None), frozen=frozen)
         self._peak = peak_flops(args, model.config.dtype, ranks.device)
         self._ranks = ranks

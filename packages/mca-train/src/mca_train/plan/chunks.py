@@ -135,8 +135,7 @@ def forward_only_memory(model: ChunkSpec, chunk: PipelineChunk) -> float:
 
 
 def _per_layer_channels(config: McaModelConfig) -> int:
-    own = config.per_layer_embedding
-    return 0 if own is None else config.num_layers * own.per_layer_input_size
+    return config.num_layers * config.per_layer_input_size
 
 
 def _forward_excess(parts: list[PassMemory], index: int) -> float:
@@ -161,9 +160,8 @@ def _recomputed_blocks(model: ChunkSpec, layers: list[PassMemory]) -> list[PassM
     else:
         firsts, rest = range(0, len(layers), count), []
         blocks = [layers[i : i + count] for i in firsts]
-    within_pairs = (
-        model.config.moe is not None and model.config.moe.moe_shortcut
-    )  # the experts' output of the first layer is an input of the second
+    # the experts' output of the first layer of a pair is an input of the second
+    within_pairs = model.sizes.moe is not None and model.sizes.moe.shortcut
     inputs = [model.hidden_bytes / share + model.hidden_bytes * (within_pairs and i % 2) for i in firsts]
     return [_block(kept, block) for kept, block in zip(inputs, blocks, strict=False)] + rest
 

@@ -5,12 +5,11 @@ The lines are taken from dry runs, which count what the engine allocates; `test_
 
 from collections.abc import Mapping
 
-from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_models.templates.parts.gated_delta_net import DELTA_NET_COSTS
-from mca_models.templates.parts.layer_costs import CHUNK, SINGLE, MixerCosts, SavedTensor, norm
-from mca_models.templates.parts.mamba import MAMBA_COSTS
-from mca_models.templates.parts.mla import saved_core
+from mca_models.templates.parts.layer_costs import CHUNK, SINGLE, ExpertSizes, MixerCosts, SavedTensor, norm
+from mca_models.templates.parts.mamba import MAMBA_COSTS, num_heads
+from mca_models.templates.parts.mla import latent_sizes, saved_core
 from mca_models.templates.parts.short_convolution import CONVOLUTION_COSTS
 from mca_train.plan.sizes import Sizes
 
@@ -42,9 +41,8 @@ def layer(config: McaModelConfig, sizes: Sizes, number: int, *, worst: bool = Fa
     hidden = config.hidden_size
     halves = range(config.has_attention(number) + config.has_mlp(number))
     lines = [line for _ in halves for line in norm(sizes.split, hidden, sizes, module="layernorm")]
-    if (
-        config.moe is not None and config.moe.experts_beside_mlp
-    ):  # each has a norm before and after it, and the router has one
+    moe = sizes.moe
+    if moe is not None and moe.dense_mlp:  # each has a norm before and after it, and the router has one
         lines += [line for _ in range(3) for line in norm(sizes.split, hidden, sizes)]
         lines.append(SavedTensor("router: input", sizes.split * hidden * (SINGLE + 2 * sizes.width), _ROUTER))
     if config.norm.norm_placement == "sandwich":
@@ -54,8 +52,10 @@ def layer(config: McaModelConfig, sizes: Sizes, number: int, *, worst: bool = Fa
     lines += per_layer_input(config, sizes)
     if config.block.hidden_dropout:
         lines.append(SavedTensor("dropout mask", 2.0 * sizes.split * hidden, _DROP))
-    if config.is_moe_layer(number):
-        return lines + experts(config, sizes, worst=worst)
+    if moe is not None and config.is_moe_layer(number):
+        if moe.post_norm:
+            lines += norm(sizes.split, hidden, sizes)
+        return lines + experts(config, moe, sizes, worst=worst)
     if not config.has_mlp(number):
         return lines
     return lines + gated(config, config.mlp.ffn_hidden_size / sizes.layout.tp, sizes.tokens, sizes, "mlp")
@@ -65,9 +65,8 @@ def attention(config: McaModelConfig, sizes: Sizes, number: int) -> list[SavedTe
     """Return the saved tensors of the attention of decoder layer ``number``."""
     if (mixer := mixer_costs(config, number)) is not None:
         return mixer.saved(config, sizes)
-    if config.mla is not None:
-        ranks = (rank for rank in (config.mla.q_lora_rank, config.mla.kv_lora_rank) if rank)
-        norms = [line for rank in ranks for line in norm(sizes.split, rank, sizes)]
+    if (latent := latent_sizes(config)) is not None:
+        norms = [line for rank in latent.ranks for line in norm(sizes.split, rank, sizes)]
         return saved_core(config, sizes) + norms
     lines = MAMBA_COSTS.saved(config, sizes) if config.has_parallel_mamba else []
     query, key = _channels(config, sizes)
@@ -106,17 +105,17 @@ def recomputed_core(config: McaModelConfig, sizes: Sizes, number: int) -> float:
     config = config.layer_config(number)
     states = config.has_mixer(number)
     query, key = _channels(config, sizes)
-    latent = config.mla is not None
-    if not config.has_attention(number) or states or latent or key >= query:
+    latent = latent_sizes(config)
+    if not config.has_attention(number) or states or latent is not None or key >= query:
         return 0.0
     return sizes.tokens * (query + 3 * key) * sizes.width
 
 
 def per_layer_input(config: McaModelConfig, sizes: Sizes) -> list[SavedTensor]:
     """Return the saved tensors of a layer's per-layer embedding; the embedding itself is saved once for all layers."""
-    if config.per_layer_embedding is None:
+    if not config.per_layer_input_size:
         return []
-    embedding = sizes.split * config.per_layer_embedding.per_layer_input_size * sizes.width
+    embedding = sizes.split * config.per_layer_input_size * sizes.width
     return [
         SavedTensor("input of the gate", sizes.split * config.hidden_size * sizes.width, _PER_LAYER),
         SavedTensor("gate, its activation, and the gated embedding", 3 * embedding, _PER_LAYER),
@@ -182,29 +181,24 @@ def custom_activation(
         return [SavedTensor("gate times its factor", elements * sizes.width, scaled, module)]
     if config.mlp.hidden_act != "xielu":
         return []
-    source = "mca_models/megatron/features/xielu.py: forward"
+    source = "mca_models/megatron/features/mlp.py: forward"
     return [SavedTensor("both branches of xIELU", elements * (3 * sizes.width + 1), source, module)]
 
 
-def experts(config: McaModelConfig, sizes: Sizes, *, worst: bool = False) -> list[SavedTensor]:
+def experts(
+    config: McaModelConfig, moe: ExpertSizes, sizes: Sizes, *, worst: bool = False
+) -> list[SavedTensor]:
     """Return the saved tensors of a layer's experts, run sequentially."""
     sent = sizes.dispatched(worst=worst)
-    inner = (given(config.moe).moe_ffn_hidden_size or config.mlp.ffn_hidden_size) / sizes.layout.etp
-    lines = [SavedTensor("router", sizes.split * given(config.moe).num_router_choices * 10.0, _ROUTER, "moe")]
+    inner = moe.inner / sizes.layout.etp
+    lines = [SavedTensor("router", sizes.split * moe.choices * 10.0, _ROUTER, "moe")]
     if config.mlp.activation_func_clamp_value is not None:
         lines.append(SavedTensor("clamped, with an offset", 2 * sent * inner * sizes.width, _MLP, "moe"))
-    lines.append(
-        SavedTensor(
-            "tokens sent to experts",
-            sent * (given(config.moe).moe_latent_size or config.hidden_size) * sizes.width,
-            _DISPATCH,
-            "moe",
-        )
-    )
+    lines.append(SavedTensor("tokens sent to experts", sent * moe.hidden * sizes.width, _DISPATCH, "moe"))
     lines += gated(config, inner, sent, sizes, "moe")
     lines.append(SavedTensor("product times probability", sent * inner * sizes.width, _MLP, "moe"))
-    if shared := given(config.moe).moe_shared_expert_intermediate_size:
-        lines += gated(config, shared / sizes.layout.tp, sizes.tokens, sizes, "shared_experts")
+    if moe.shared:
+        lines += gated(config, moe.shared / sizes.layout.tp, sizes.tokens, sizes, "shared_experts")
     return lines
 
 
@@ -213,17 +207,11 @@ def running(config: McaModelConfig, sizes: Sizes, number: int) -> tuple[float, f
     hidden, width = config.hidden_size, sizes.width
     between = sizes.split * hidden * width
     gathered = sizes.tokens * hidden * width if sizes.is_split else 0.0
-    if not config.is_moe_layer(number):
+    if sizes.moe is None or not config.is_moe_layer(number):
         if not config.has_mlp(number):
-            heads = 0 if config.mamba is None else config.mamba.mamba_num_heads
-            weights = sizes.tokens * heads / sizes.layout.tp * CHUNK * SINGLE
+            weights = sizes.tokens * num_heads(config) / sizes.layout.tp * CHUNK * SINGLE
             return 2 * between + gathered, 3 * weights + between + gathered / 2
         inner = sizes.tokens * config.mlp.ffn_hidden_size / sizes.layout.tp * width
         return 2 * between + gathered, 2 * inner + between + gathered / 2
-    moved = (
-        sizes.dispatched()
-        * (given(config.moe).moe_latent_size or hidden)
-        * width
-        * (4 if sizes.layout.etp == 1 else 8)
-    )
+    moved = sizes.dispatched() * sizes.moe.hidden * width * (4 if sizes.layout.etp == 1 else 8)
     return moved + 3 * between, moved * 3 / 4 + 2 * between

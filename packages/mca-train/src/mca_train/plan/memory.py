@@ -188,7 +188,7 @@ def make_plan(
         sequences=sequences,
         model=ModelCounts.for_model(config),
         adapter=ModelCounts.for_adapter(config, rules_for_training(config, adapter)) if adapter else None,
-        frozen=ModelCounts.for_frozen(config, trained_parts(training)),
+        frozen=ModelCounts.for_frozen(config, trained_parts(training, config)),
         reference=ModelCounts.for_model(replace(reference, layout=layout)) if reference else None,
         implementation=implementation,
         on_gpu=on_gpu,
@@ -355,7 +355,9 @@ def _needs(
         largest = model.config.padded_vocab_size * model.config.hidden_size // model.sizes.layout.tp
         stepping += SINGLE * min(largest / share.dense, counts.stepped)
     peak = max(peak, Peak(0.0, stepping, 0), key=Peak.total)
-    worst = _peak(model, chunks, pp, worst=True).total() - peak.total() if model.sizes.experts else 0.0
+    worst = (
+        _peak(model, chunks, pp, worst=True).total() - peak.total() if model.sizes.moe is not None else 0.0
+    )
     return replace(
         _static_memory(training, width, counts),
         layers=" | ".join(describe_chunk(chunk) for chunk in chunks),

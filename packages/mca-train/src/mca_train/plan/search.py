@@ -9,6 +9,7 @@ from mca_config.errors import McaError
 from mca_config.layout import SIZE_FIELDS, ParallelLayout, RankGrid
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
+from mca_models.templates.parts.moe import expert_sizes
 from mca_train.plan.chunks import ChunkSpec
 from mca_train.plan.counts import optimizer_shards
 from mca_train.plan.hardware import Hardware
@@ -147,11 +148,9 @@ def recomputations(plan_input: PlanInput, training: "TrainingArguments") -> tupl
         scaled_late = training.fp8 and training.fp8_recipe in (None, "delayed")
         grouped = plan_input.implementation == "transformer_engine" and not scaled_late
         modules += ["moe_act"] if grouped else ["moe"]
-        if (
-            grouped
-            and config.block.parallel_block == "none"
-            and not (config.moe is not None and config.moe.moe_shortcut)
-        ):
+        moe = expert_sizes(config)
+        paired = moe is not None and moe.shortcut
+        if grouped and config.block.parallel_block == "none" and not paired:
             modules.append("layernorm")
     some: JsonObject = {"recompute_granularity": "selective", "recompute_modules": modules}
     return {"recompute_granularity": None}, *([some] if modules else []), FULL

@@ -11,6 +11,7 @@ from mca_models.megatron.features.features import active_features
 from mca_models.megatron.features.mlp import has_fused_activation
 from mca_models.megatron.features.spec import has_custom_core_attention
 from mca_models.templates.parts.layer_costs import EIGHTH, HALF, SINGLE, LayerSizes
+from mca_models.templates.parts.moe import expert_sizes
 
 if TYPE_CHECKING:
     from mca_config.training import TrainingArguments
@@ -66,9 +67,7 @@ class Sizes(LayerSizes):
             split=tokens // layout.tp if has_sequence_parallel(config, training) else tokens,
             layout=layout,
             frozen=frozen,
-            topk=0 if config.moe is None else config.moe.moe_router_topk,
-            experts=config.num_experts,
-            choices=0 if config.moe is None else config.moe.num_router_choices,
+            moe=expert_sizes(config),
             capacity=training.moe_expert_capacity_factor,
             padded=bool(training.moe_pad_expert_input_to_capacity),
             mca_attention=training.attention_backend == "local" or _has_mca_core_attention(config),

@@ -8,10 +8,10 @@ from functools import cached_property
 from math import log2
 
 from mca_config.layout import RankGrid
-from mca_config.model.section import given
 from mca_config.pipeline import PipelineChunk
-from mca_models.templates.parts.layer_costs import SINGLE, MixerCosts
+from mca_models.templates.parts.layer_costs import SINGLE, ExpertSizes, MixerCosts
 from mca_models.templates.parts.mamba import MAMBA_COSTS
+from mca_models.templates.parts.mla import latent_sizes
 from mca_train.plan.chunks import ChunkSpec, recomputed_modules
 from mca_train.plan.counts import Count
 from mca_train.plan.hardware import Hardware
@@ -189,12 +189,11 @@ class StepTimeModel:
         inner = self._mlp(config.layer_config(number).mlp.ffn_hidden_size) / sizes.layout.tp
         mlp = 0.0 if moe or not config.has_mlp(number) else self._gemm_time(2 * sizes.tokens * inner)
         # a gate, a projection, and a share of the projection to the embeddings of all layers
-        own = config.per_layer_embedding
-        per_layer = 0 if own is None else 3 * own.per_layer_input_size * config.hidden_size
+        per_layer = 3 * config.per_layer_input_size * config.hidden_size
         products = self._gemm_time(2 * (sizes.tokens * attention + sizes.split * per_layer)) + mlp
         moved = self._memory_time(2.5 * sum(line.bytes for line in self.model.lines(number)))
         launch = _KERNELS * (2 if moe else 1) * self.hardware.efficiency.launch_us * 1e-6
-        experts = self._experts() if moe else _Layer(0.0, 0.0, 0.0)
+        experts = self._experts(sizes.moe) if moe and sizes.moe is not None else _Layer(0.0, 0.0, 0.0)
         halves = config.has_attention(number) + config.has_mlp(number)
         messages = self._tensor_messages() * halves / 2
         rest = self._context_messages(number, scores) if config.has_attention(number) else 0.0
@@ -240,13 +239,9 @@ class StepTimeModel:
         """Return the weights of attention GEMMs on this rank, and the seconds of its causal scores."""
         config, sizes = self.model.config.layer_config(number), self.model.sizes
         heads, hidden, tp = config.attention.num_attention_heads, config.hidden_size, sizes.layout.tp
-        if config.mla is not None:
-            query, value = config.mla.qk_head_dim + config.mla.qk_pos_emb_head_dim, config.mla.v_head_dim
-            down = (config.mla.q_lora_rank or 0) + config.mla.kv_lora_rank + config.mla.qk_pos_emb_head_dim
-            up = (config.mla.q_lora_rank or hidden) * query + config.mla.kv_lora_rank * (
-                config.mla.qk_head_dim + value
-            )
-            weights = hidden * down + heads * (up + value * hidden) / tp
+        if (latent := latent_sizes(config)) is not None:
+            query, value = latent.query, latent.value
+            weights = latent.down + heads * latent.per_head / tp
         else:
             query, value = config.attention.kv_channels, config.attention.value_width
             made = query + (0 if config.attention.values_are_keys else value)
@@ -258,26 +253,24 @@ class StepTimeModel:
         rate = self.hardware.device.tflops * 1e12 * self.hardware.efficiency.attention
         return weights, flops / rate
 
-    def _experts(self) -> _Layer:
+    def _experts(self, moe: ExpertSizes) -> _Layer:
         """Return the seconds of a layer's experts: dispatch, sorting, GEMMs, and shared experts.
 
         The host waits for the number of tokens per expert, so it is not ahead of the device when it launches the GEMMs.
         Their time is at least that of launching them one by one.
         """
         config, sizes = self.model.config, self.model.sizes
-        routed = given(config.moe).moe_latent_size or config.hidden_size
-        inner = (given(config.moe).moe_ffn_hidden_size or config.mlp.ffn_hidden_size) / sizes.layout.etp
+        inner = moe.inner / sizes.layout.etp
         sent, share = sizes.dispatched(), self.hardware.efficiency.experts / self.hardware.efficiency.products
-        products = self._gemm_time(2 * sent * self._mlp(inner) * routed / config.hidden_size) / share
+        products = self._gemm_time(2 * sent * self._mlp(inner) * moe.hidden / config.hidden_size) / share
         copied, cast = _REARRANGED * sizes.width, 0.0
         if self.model.training.fp8:
             copied += _PADDED * sizes.width if sizes.capacity is None else 0
-            cast = _CAST * (routed + inner)
-        moved = self._memory_time(sent * (copied * routed + cast))
+            cast = _CAST * (moe.hidden + inner)
+        moved = self._memory_time(sent * (copied * moe.hidden + cast))
         once, twice = self._launches()
-        shared = given(config.moe).moe_shared_expert_intermediate_size or 0
-        shared_experts = self._gemm_time(2 * sizes.tokens * self._mlp(shared) / sizes.layout.tp)
-        messages = self._expert_messages()
+        shared_experts = self._gemm_time(2 * sizes.tokens * self._mlp(moe.shared) / sizes.layout.tp)
+        messages = self._expert_messages(moe)
         if self.model.training.overlap_moe_expert_parallel_comm:
             messages *= 1 - self.hardware.efficiency.overlapped
         return _Layer(
@@ -320,20 +313,13 @@ class StepTimeModel:
         whole = sizes.tokens * self.model.config.hidden_size * sizes.width * (tp - 1) / tp
         return 4 * self._message_time(whole, self._crosses_nodes(tp - 1), tp)
 
-    def _expert_messages(self) -> float:
+    def _expert_messages(self, moe: ExpertSizes) -> float:
         """Return the seconds of one forward pass's all-to-all of tokens to experts and back."""
         layout, sizes = self.grid.layout, self.model.sizes
         group = layout.ep * layout.etp
         if group == 1:
             return 0.0
-        sent = (
-            sizes.split
-            * sizes.experts_per_token
-            * (given(self.model.config.moe).moe_latent_size or self.model.config.hidden_size)
-            * sizes.width
-            * (layout.ep - 1)
-            / layout.ep
-        )
+        sent = sizes.split * sizes.experts_per_token * moe.hidden * sizes.width * (layout.ep - 1) / layout.ep
         node = self.hardware.device.node
         if group <= node:
             return 2 * self._message_time(sent, False, group)
@@ -345,7 +331,8 @@ class StepTimeModel:
         layout, config, sizes = self.grid.layout, self.model.config.layer_config(number), self.model.sizes
         if layout.cp == 1:
             return 0.0
-        value = config.mla.v_head_dim if config.mla is not None else config.attention.value_width
+        latent = latent_sizes(config)
+        value = config.attention.value_width if latent is None else latent.value
         keys = max(config.attention.num_query_groups / layout.tp, 1) * (config.attention.kv_channels + value)
         once = self._message_time(
             sizes.tokens * keys * sizes.width, self._crosses_nodes(layout.tp * layout.cp - 1)

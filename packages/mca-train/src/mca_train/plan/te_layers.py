@@ -4,11 +4,10 @@ Each line names the file and the saved tensor (Transformer Engine 2.20); `test_t
 Nothing here was measured without a GPU.
 """
 
-from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
-from mca_models.templates.parts.layer_costs import SINGLE, SavedTensor
+from mca_models.templates.parts.layer_costs import SINGLE, ExpertSizes, LatentSizes, SavedTensor
 from mca_models.templates.parts.mamba import MAMBA_COSTS
-from mca_models.templates.parts.mla import saved_core
+from mca_models.templates.parts.mla import latent_sizes, saved_core
 from mca_train.plan import local_layers
 from mca_train.plan.local_layers import custom_activation, per_layer_input
 from mca_train.plan.sizes import Sizes
@@ -56,9 +55,11 @@ def layer(config: McaModelConfig, sizes: Sizes, number: int, *, worst: bool = Fa
         both = sizes.split * hidden * (sizes.width + sizes.gemm_input_width)
         lines.append(SavedTensor("input of attention, and normalized", both, _NORM_LINEAR))
         lines += attention(config, sizes, number)
-    if config.is_moe_layer(number):
+    if sizes.moe is not None and config.is_moe_layer(number):
         before = norm(sizes.split, hidden, sizes, module="layernorm")
-        return [*lines, *before, *experts(config, sizes, worst=worst)]
+        if sizes.moe.post_norm:
+            before += norm(sizes.split, hidden, sizes)
+        return [*lines, *before, *experts(config, sizes.moe, sizes, worst=worst)]
     if not config.has_mlp(number):
         return lines
     lines.append(SavedTensor("input of the MLP", sizes.split * hidden * sizes.width, _NORM_LINEAR))
@@ -72,8 +73,8 @@ def attention(config: McaModelConfig, sizes: Sizes, number: int) -> list[SavedTe
     if config.has_mixer(number):
         return local_layers.attention(config, sizes, number)
     mamba_lines = MAMBA_COSTS.saved(config, sizes) if config.has_parallel_mamba else []
-    if config.mla is not None:
-        return mamba_lines + _mla(config, sizes)
+    if (latent := latent_sizes(config)) is not None:
+        return mamba_lines + _latent_attention(config, latent, sizes)
     query, key = _channels(config, sizes)
     lines: list[SavedTensor] = []
     if config.attention.qk_layernorm:  # copies its input out of the projection
@@ -118,7 +119,7 @@ def _core(
 def recomputed_core(config: McaModelConfig, sizes: Sizes, number: int) -> float:
     """Return the bytes that recomputed core attention saves in place of values: the projection that contains them."""
     config = config.layer_config(number)
-    if not config.has_attention(number) or config.has_mixer(number) or config.mla is not None:
+    if not config.has_attention(number) or config.has_mixer(number) or latent_sizes(config) is not None:
         return 0.0
     if sizes.mca_attention:
         return local_layers.recomputed_core(config, sizes, number)
@@ -127,9 +128,9 @@ def recomputed_core(config: McaModelConfig, sizes: Sizes, number: int) -> float:
     return sizes.tokens * (query + gate + 2 * key) * sizes.width
 
 
-def _mla(config: McaModelConfig, sizes: Sizes) -> list[SavedTensor]:
+def _latent_attention(config: McaModelConfig, latent: LatentSizes, sizes: Sizes) -> list[SavedTensor]:
     """Return the saved tensors of MLA: up-projections are copied into queries, keys and values and not saved."""
-    ranks = sizes.split * ((given(config.mla).q_lora_rank or 0) + given(config.mla).kv_lora_rank)
+    ranks = sizes.split * sum(latent.ranks)
     lines = [
         SavedTensor("latent q and kv", ranks * sizes.width, _NORM_LINEAR),
         SavedTensor(
@@ -139,8 +140,7 @@ def _mla(config: McaModelConfig, sizes: Sizes) -> list[SavedTensor]:
     if sizes.mca_attention:
         return lines + saved_core(config, sizes)
     heads = config.attention.num_attention_heads / sizes.layout.tp
-    query = heads * (given(config.mla).qk_head_dim + given(config.mla).qk_pos_emb_head_dim)
-    value = heads * given(config.mla).v_head_dim
+    query, value = heads * latent.query, heads * latent.value
     return lines + _core(config, sizes, 2 * query, value, value, "mla_up_proj")
 
 
@@ -158,16 +158,18 @@ def gated(
     return lines + custom_activation(config, elements, sizes, module)
 
 
-def experts(config: McaModelConfig, sizes: Sizes, *, worst: bool = False) -> list[SavedTensor]:
+def experts(
+    config: McaModelConfig, moe: ExpertSizes, sizes: Sizes, *, worst: bool = False
+) -> list[SavedTensor]:
     """Return the saved tensors of a layer's experts with grouped GEMMs."""
     sent, width = sizes.dispatched(worst=worst), sizes.width
-    inner = (given(config.moe).moe_ffn_hidden_size or config.mlp.ffn_hidden_size) / sizes.layout.etp
+    inner = moe.inner / sizes.layout.etp
     first = 2 if config.mlp.gated_linear_unit else 1
     lines = [
-        SavedTensor("router", sizes.split * given(config.moe).num_router_choices * 10.0, _ROUTER, "moe"),
+        SavedTensor("router", sizes.split * moe.choices * 10.0, _ROUTER, "moe"),
         SavedTensor(
             "tokens sent to experts",
-            sent * (given(config.moe).moe_latent_size or config.hidden_size) * sizes.gemm_input_width,
+            sent * moe.hidden * sizes.gemm_input_width,
             f"{_DISPATCH}; {_GROUPED}",
             "moe",
         ),
@@ -181,8 +183,8 @@ def experts(config: McaModelConfig, sizes: Sizes, *, worst: bool = False) -> lis
         lines.append(
             SavedTensor("activated, before probabilities", sent * inner * kept * width, _GLU, "moe_act")
         )
-    if shared := given(config.moe).moe_shared_expert_intermediate_size:
-        lines += gated(config, shared / sizes.layout.tp, sizes.tokens, sizes, "shared_experts")
+    if moe.shared:
+        lines += gated(config, moe.shared / sizes.layout.tp, sizes.tokens, sizes, "shared_experts")
     return lines
 
 
@@ -191,15 +193,10 @@ def running(config: McaModelConfig, sizes: Sizes, number: int) -> tuple[float, f
     hidden, width = config.hidden_size, sizes.width
     between = sizes.split * hidden * width
     gathered = sizes.tokens * hidden * width if sizes.is_split else 0.0
-    if not config.is_moe_layer(number):
+    if sizes.moe is None or not config.is_moe_layer(number):
         if not config.has_mlp(number):
             return 2 * between + gathered, between + gathered
         inner = sizes.tokens * config.mlp.ffn_hidden_size / sizes.layout.tp * width
         return 2 * between + gathered, 2 * inner + between + gathered
-    moved = (
-        sizes.dispatched()
-        * (given(config.moe).moe_latent_size or hidden)
-        * width
-        * (3 if sizes.layout.etp == 1 else 6)
-    )
+    moved = sizes.dispatched() * sizes.moe.hidden * width * (3 if sizes.layout.etp == 1 else 6)
     return moved + 2 * between, moved + 2 * between

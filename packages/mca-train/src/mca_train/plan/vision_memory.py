@@ -18,7 +18,7 @@ from mca_models.templates.parts.layer_costs import SINGLE, SavedTensor
 from mca_train.plan.sizes import Sizes
 
 if TYPE_CHECKING:
-    from mca_train.config.model_parts import Part
+    from mca_models.megatron.features.vision_tower import Part
 
 PIXELS = 448
 """Default side of an image in a plan."""
@@ -95,7 +95,7 @@ class VisionTower:
             pictures: ImageLayout = "patches", None, sizes["spatial_merge_size"]
         elif "merge_kernel_size" in sizes:
             pictures = "patches", None, _square_side(sizes["merge_kernel_size"])
-        elif sizes["model_type"] in _BLOCKS:
+        elif sizes["model_type"] in _BLOCKS and not _is_joined(config):
             pictures = _image_layout(config, config.vision_fields, sizes)
         else:
             return None
@@ -159,6 +159,12 @@ def _image_layout(config: McaModelConfig, vision: Values, sizes: Values) -> Imag
     )
     tokens = family.tokens_per_image(config)
     return "tiles", side, max(side // _square_side(sizes["patch_size"]) // isqrt(tokens), 1)
+
+
+def _is_joined(config: McaModelConfig) -> bool:
+    """Return True for tiles of which a plan does not know how many an image has."""
+    family = get_family(config.model_type).vision
+    return family is not None and family.image_tokens == "joined_tiles"
 
 
 def _square_side(size: int | Sequence[int]) -> int:

@@ -1,23 +1,18 @@
 """The keys of each kind of run, from the dataclasses that parse a run."""
 
-import ast
 import dataclasses
-import enum
 import typing
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
-from pathlib import Path
 
 from mca_config.fields import TypeHint
-from mca_config.suggestions import suggestion
+from mca_config.printable import suggestion
 from mca_config.types import Typed
 from mca_train.config.arguments import LaunchArguments, LoraArguments
+from mca_train.config.hf_fields import hf_fields
 from mca_train.config.renamed_options import RENAMED
 from mca_train.tasks.task import Task
 
-_CLASS, _WORDS = "TrainingArguments", "ExplicitEnum"
-_FILES = ("debug_utils.py", "trainer_utils.py", "training_args.py")
 REQUIRED = ("model_name_or_path", "train_file", "output_dir")
 """Keys that every run needs, in display order."""
 
@@ -52,7 +47,7 @@ def task_keys(task: Task) -> tuple[Key, ...]:
         ("ranks of this machine", LaunchArguments),
         ("LoRA", LoraArguments),
         ("Megatron: parallelism, experts, optimizer, checkpoints", MegatronArguments),
-        ("Hugging Face's TrainingArguments", hf_arguments()),
+        ("Hugging Face's TrainingArguments", hf_fields()),
     ]
     found: dict[str, Key] = {}
     for group, cls in groups:
@@ -109,44 +104,3 @@ def _default(field: "dataclasses.Field[Typed]") -> Typed:
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     return None if field.default is dataclasses.MISSING else field.default
-
-
-def hf_arguments() -> type:
-    """Return a dataclass with the fields of Hugging Face's ``TrainingArguments``: names, types, defaults, help texts.
-
-    They are read from the source of the installed transformers, with the enumerations of their choices: its import
-    takes seconds, ``--help`` 0.2 s.
-
-    If the source cannot be read in this way, return the class itself.
-    """
-    try:
-        return read_hf_arguments()
-    except Exception:  # the source of another version may differ in any way
-        from mca_config.training import TrainingArguments
-
-        return TrainingArguments
-
-
-def read_hf_arguments() -> type:
-    """Return that dataclass from the source; any error means that the source is of another form."""
-    found = find_spec("transformers")
-    assert found is not None and found.origin is not None
-    texts = [Path(found.origin).with_name(name).read_text(encoding="utf-8") for name in _FILES]
-    classes = [node for text in texts for node in ast.parse(text).body if isinstance(node, ast.ClassDef)]
-    kept = [node for node in classes if node.name == _CLASS or _WORDS in map(ast.unparse, node.bases)]
-    for node in kept:
-        node.body = [each for part in node.body for each in _fields_and_constants(part)]
-        node.decorator_list = []
-    known = {_WORDS: enum.Enum, "field": dataclasses.field, "Any": object, "Literal": typing.Literal}
-    known |= {"ParallelismConfig": object, "trainer_log_levels": {}}
-    exec(compile(ast.Module([*kept], []), str(found.origin), "exec"), known)
-    return dataclasses.dataclass(typing.cast(type, known[_CLASS]))
-
-
-def _fields_and_constants(node: ast.stmt) -> Iterator[ast.stmt]:
-    """Yield the fields and constants of a class; all values of a constant that depends on the machine."""
-    if isinstance(node, ast.AnnAssign):
-        yield node
-    elif isinstance(node, ast.Assign | ast.If):
-        inner = (each for each in ast.walk(node) if isinstance(each, ast.Assign))
-        yield from (each for each in inner if isinstance(each.value, ast.Constant))

@@ -1,13 +1,96 @@
-"""One page of HTML about a run, or about two runs side by side."""
+"""One page of HTML about a run, or about two runs side by side, with charts as inline SVG."""
 
 import json
+import math
+import sys
 from collections.abc import Sequence
 from html import escape
+from pathlib import Path
 
+from mca_config.errors import UsageError
 from mca_config.types import JsonObject
 from mca_train.plots.drawing import COLOURS as STEP_COLOURS
-from mca_train.report.charts import COLOURS, bars, lines
-from mca_train.report.run_files import RunFiles
+from mca_train.report.run_files import Points, RunFiles, read_run
+
+COLOURS = ("#1f5fa8", "#d9720b")
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 460, 210, 58, 26, 10
+
+
+def lines(name: str, curves: Sequence[tuple[str, Points]]) -> str:
+    """Return a chart with one curve for each run, over steps, without non-finite values."""
+    kept = [(label, [(x, y) for x, y in points if math.isfinite(y)]) for label, points in curves]
+    points = [point for _, some in kept for point in some]
+    if not points:
+        return ""
+    low, high = min(y for _, y in points), max(y for _, y in points)
+    first, last = min(x for x, _ in points), max(x for x, _ in points)
+    high, last = (high if high > low else low + (abs(low) or 1.0)), (last if last > first else first + 1)
+
+    def point(x: float, y: float) -> str:
+        across = _LEFT + (x - first) / (last - first) * (_WIDTH - _LEFT - 10)
+        down = _TOP + (high - y) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
+        return f"{across:.1f},{down:.1f}"
+
+    marks = [_mark(value, point(first, value)) for value in (low, (low + high) / 2, high)]
+    for number, (label, some) in enumerate(kept):
+        colour = COLOURS[number % len(COLOURS)]
+        path = " ".join(point(x, y) for x, y in some)
+        marks.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.6"/>')
+        if len(some) < 40:
+            marks += [
+                f'<circle cx="{point(x, y).split(",")[0]}" cy="{point(x, y).split(",")[1]}" r="2.2" fill="{colour}">'
+                f"<title>{escape(label)}, step {x:g}: {y:g}</title></circle>"
+                for x, y in some
+            ]
+    bottom = _HEIGHT - 8
+    marks.append(f'<text x="{_LEFT}" y="{bottom}">step {first:g}</text>')
+    marks.append(f'<text x="{_WIDTH - 10}" y="{bottom}" text-anchor="end">{last:g}</text>')
+    return f"<figure><figcaption>{escape(name)}</figcaption>{_svg(_WIDTH, _HEIGHT, marks)}</figure>"
+
+
+def _mark(value: float, at: str) -> str:
+    down = at.split(",")[1]
+    return (
+        f'<line x1="{_LEFT}" x2="{_WIDTH - 10}" y1="{down}" y2="{down}" stroke="#ddd"/>'
+        f'<text x="{_LEFT - 5}" y="{float(down) + 4:.1f}" text-anchor="end">{value:.4g}</text>'
+    )
+
+
+def bars(title: str, parts: dict[str, str], rows: Sequence[tuple[str, dict[str, float]]], unit: str) -> str:
+    """Return a chart with a stacked bar for each row.
+
+    Args:
+        title: Title of the chart.
+        parts: Names and colours of the stacked parts.
+        rows: Names, and sizes by part.
+        unit: Unit of the sizes.
+    """
+    most = max((sum(sizes.values()) for _, sizes in rows), default=0.0) or 1.0
+    marks = []
+    for number, (name, sizes) in enumerate(rows):
+        across, down = 100.0, 10 + 24 * number
+        marks.append(f'<text x="94" y="{down + 13}" text-anchor="end">{escape(name)}</text>')
+        for part, colour in parts.items():
+            width = sizes.get(part, 0.0) / most * 640
+            marks.append(
+                f'<rect x="{across:.1f}" y="{down}" width="{width:.1f}" height="18" fill="{colour}">'
+                f"<title>{escape(part)}: {sizes.get(part, 0.0):.3g} {unit}</title></rect>"
+            )
+            across += width
+        marks.append(f'<text x="{across + 6:.1f}" y="{down + 13}">{sum(sizes.values()):.3g} {unit}</text>')
+    key = "".join(
+        f'<span style="color:{colour}">&#9632;</span> {escape(part)} ' for part, colour in parts.items()
+    )
+    drawn = _svg(840, 20 + 24 * len(rows), marks)
+    return f"<figure><figcaption>{escape(title)} &nbsp; {key}</figcaption>{drawn}</figure>"
+
+
+def _svg(width: int, height: int, marks: Sequence[str]) -> str:
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" role="img">'
+        f"{''.join(marks)}</svg>"
+    )
+
 
 GIB = 1024**3
 _OUTSIDE_STEP = "evaluation, or a reference computed first"
@@ -126,3 +209,65 @@ def _configuration(runs: Sequence[RunFiles]) -> str:
         if rows:
             found.append(f"<h2>{section.capitalize()}</h2>" + _table(["", *(run.name for run in runs)], rows))
     return "".join(found)
+
+
+SCHEMA, VERSION = "mca-train/report", 1
+_RECORDED = ("began", "task", "world_size", "layout")
+_OBJECTS = ("configuration", "versions", "plan")
+
+
+def write_report(
+    folder: Path, *, compare: str | None = None, output: str | None = None, json: bool = False
+) -> int:
+    """Write the page about a run and print its path.
+
+    Args:
+        folder: The run's ``output_dir``.
+        compare: The ``output_dir`` of another run to compare with.
+        output: File of the page; None: ``report.html`` in ``folder``.
+        json: Whether to print the JSON object instead.
+
+    Raises:
+        UsageError: There is no run, or the page cannot be written.
+    """
+    if json and output is not None:
+        raise UsageError(
+            "--json prints the report and writes no page; leave out --output, or redirect what is printed"
+        )
+    runs = [read_run(folder), *([read_run(Path(compare))] if compare else [])]
+    if json:
+        sys.stdout.write(_text(document(runs)))
+        return 0
+    path = Path(output) if output else folder / "report.html"
+    try:
+        path.write_text(page(runs), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"--output {path}: cannot be written ({error.strerror}); name another file"
+        ) from None
+    sys.stdout.write(f"{path}\n")
+    return 0
+
+
+def document(runs: Sequence[RunFiles]) -> JsonObject:
+    """Return the report as a JSON object: ``mca-train/report``, version 1; docs/launch.md lists its keys."""
+    return {"schema": SCHEMA, "version": VERSION, "runs": [_run_document(run) for run in runs]}
+
+
+def _run_document(run: RunFiles) -> JsonObject:
+    return {
+        "name": run.name,
+        **{name: run.record.get(name) for name in _RECORDED},
+        **{name: run.recorded(name) or None for name in _OBJECTS},
+        "seconds": run.seconds,
+        "measured_bytes": None if run.peak is None else round(run.peak * GIB),
+        "curves": {
+            name: [[step, value if math.isfinite(value) else None] for step, value in points]
+            for name, points in run.curves.items()
+        },
+        "checkpoints": [{"name": name, "bytes": size} for name, size in run.checkpoints],
+    }
+
+
+def _text(found: JsonObject) -> str:
+    return json.dumps(found, indent=2, allow_nan=False) + "\n"

@@ -14,15 +14,15 @@ from mca_config.layout import SIZE_FIELDS, ParallelLayout
 from mca_config.model_config import McaModelConfig, training_dtype
 from mca_config.printable import counted
 from mca_config.types import JsonObject, Values
-from mca_models.megatron.factory.target import Target
-from mca_models.megatron.factory.transformer_config import transformer_config
+from mca_models.megatron.factory.transformer_config import Target, transformer_config
 from mca_train.config.model import resolve_layout
 from mca_train.config.run_config import Settings
 from mca_train.plan.hardware import Hardware
 from mca_train.plan.memory import GIB, PlanInput
 from mca_train.plan.remedies import with_changes
 from mca_train.plan.search import LAYOUT_KEYS, Fit, TimedLayout, fitting_layouts, with_step_time
-from mca_train.run.rules import Run, check, make_settings
+from mca_train.run.rules import Run, check
+from mca_train.run.settings import make_settings
 
 if TYPE_CHECKING:
     from mca_train.tasks.task import Task

@@ -13,24 +13,23 @@ from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout, RankGrid
 from mca_config.types import JsonObject, Values
 from mca_models.megatron import platform
-from mca_models.megatron.factory.target import Target
-from mca_models.megatron.factory.transformer_config import choose_implementation
+from mca_models.megatron.factory.transformer_config import Target, choose_implementation
 from mca_train.config.arguments import LaunchArguments
 from mca_train.config.model import planned_ranks
-from mca_train.config.run_config import Settings, load_values, with_directories
+from mca_train.config.run_config import Settings, with_directories
 from mca_train.plan.chunks import Implementation
-from mca_train.plan.document import impossible_document, plan_document
 from mca_train.plan.hardware import Hardware, load_hardware
 from mca_train.plan.memory import Plan, plan_layout
 from mca_train.plan.options import PlanOptions
 from mca_train.plan.remedies import Remedy, find_remedies, stages_over_limit, with_changes
-from mca_train.plan.report import render, render_remedies
+from mca_train.plan.report import impossible_document, plan_document, render, render_remedies
 from mca_train.plan.search import OVERLAPS
 from mca_train.plan.vision_memory import Images
 from mca_train.run import layout_search
 from mca_train.run.logs import silent_arguments
 from mca_train.run.plan_input import make_image_check, make_plan_input, planned_images
-from mca_train.run.rules import Findings, Run, check, make_settings
+from mca_train.run.rules import Findings, Run, check
+from mca_train.run.settings import load_values, make_settings
 from mca_train.tasks.table import TASKS, infer_task
 from mca_train.tasks.task import Task
 

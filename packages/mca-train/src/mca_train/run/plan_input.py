@@ -19,7 +19,7 @@ from mca_train.plan.vision_memory import Images, plan_images
 from mca_train.run.rules import Run
 
 if TYPE_CHECKING:
-    from mca_models.megatron.factory.target import Target
+    from mca_models.megatron.factory.transformer_config import Target
 
 
 def planned_images(run: Run, count: int | None = None, pixels: int | None = None) -> Images | None:
@@ -34,7 +34,7 @@ def planned_images(run: Run, count: int | None = None, pixels: int | None = None
         UsageError: The request is not possible.
     """
     settings = run.settings
-    trained = trained_parts(settings.training)
+    trained = trained_parts(settings.training, run.model)
     if settings.lora.adapter_name_or_path is not None:
         trained = adapted_parts(settings.lora.adapter_name_or_path, run.model)
     length, takes = settings.data.seq_length, run.task.takes_images
@@ -53,7 +53,7 @@ def make_plan_input(
 ) -> PlanInput:
     """Return the input of the planner for ``run`` on ``device``; None: this machine."""
     settings, config = run.settings, replace(run.model, layout=run.layout)
-    parts = trained_parts(settings.training)
+    parts = trained_parts(settings.training, run.model)
     adapter = make_adapter(settings.lora, config, parts)
     reference = None
     if run.reference is not None:

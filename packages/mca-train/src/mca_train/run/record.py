@@ -12,8 +12,8 @@ from pathlib import Path
 from mca_config.redaction import redacted_values
 from mca_config.types import JsonObject
 from mca_models.megatron.factory.transformer_config import choose_implementation
-from mca_train.plan.document import plan_document
 from mca_train.plan.memory import plan_layout
+from mca_train.plan.report import plan_document
 from mca_train.plan.vision_memory import Images
 from mca_train.run.plan_input import make_image_check, make_plan_input, planned_images
 from mca_train.run.rules import Run

@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 from mca_config.types import JsonObject, Values
 from mca_models.megatron.distributed.collectives import run_on_first_rank_unwrapped
 from mca_train.checkpoint import integrity
-from mca_train.checkpoint.directory import checkpoints
+from mca_train.checkpoint.output_files import checkpoints
 from mca_train.types import TrainerControl, TrainerState, TrainingArguments
 
 if TYPE_CHECKING:

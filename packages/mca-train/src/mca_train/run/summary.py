@@ -1,12 +1,13 @@
-"""The summary text at the end of a run of ``mca-train``."""
+"""The summary at the end of a run of ``mca-train``: a text, and ``loss.png`` if matplotlib is installed."""
 
+import logging
 from collections.abc import Iterable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mca_train.checkpoint.model import HF_FOLDER
+from mca_train.checkpoint.output_files import HF_FOLDER
 from mca_train.metrics.log_file import JsonlLog
-from mca_train.metrics.plot import NAME as PLOT
 
 if TYPE_CHECKING:
     from transformers.trainer_utils import TrainOutput
@@ -35,7 +36,7 @@ def summary(trainer: "McaTrainer", result: "TrainOutput") -> str:
         "model": str(output),
         **({"Hugging Face model": str(output / HF_FOLDER)} if trainer.args.save_hf_model else {}),
         "log": str(output / JsonlLog.name),
-        **({"plot": str(output / PLOT)} if (output / PLOT).is_file() else {}),
+        **({"plot": str(output / PLOT_FILE)} if (output / PLOT_FILE).is_file() else {}),
     }
     width = max(map(len, lines))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in lines.items())
@@ -87,3 +88,35 @@ def averages(history: Iterable[Mapping[str, float]], since: int = 0) -> dict[str
     if not seconds:
         return {}
     return {"step_time": seconds / steps} | {name: total / seconds for name, total in totals.items()}
+
+
+logger = logging.getLogger(__name__)
+
+PLOT_FILE = "loss.png"
+
+
+def plot_losses(history: Iterable[Mapping[str, float]], folder: Path) -> Path | None:
+    """Draw ``loss``, ``eval_loss`` and the losses of sources; return the file, or None if nothing can be drawn."""
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for log in history:
+        for name, value in log.items():
+            if name in ("loss", "eval_loss") or name.startswith("loss/"):
+                curves.setdefault(name, []).append((int(log["step"]), float(value)))
+    if not curves or find_spec("matplotlib") is None:
+        return None
+    from matplotlib.figure import Figure  # without pyplot, which would choose a window
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for name, points in curves.items():
+        steps, losses = zip(*points, strict=True)
+        axes.plot(steps, losses, label=name, marker="o" if len(points) < 20 else None)
+    axes.set(xlabel="step", ylabel="loss")
+    axes.legend()
+    path = folder / PLOT_FILE
+    try:
+        figure.savefig(path, dpi=120)
+    except OSError as error:
+        logger.warning("%s: cannot be written (%s)", path, error.strerror)
+        return None
+    return path

@@ -10,13 +10,14 @@ from mca_config.errors import McaError, UsageError, raise_problems, raising_usag
 from mca_config.printable import counted
 from mca_config.types import Values
 from mca_train.config.model import model_config
-from mca_train.config.run_config import Settings, load_values, with_directories
+from mca_train.config.run_config import Settings, with_directories
 from mca_train.data.encoding import block_tokenizer
 from mca_train.data.indexed import write_indexed
 from mca_train.data.streams import open_rows
+from mca_train.run.file_rules import data_files
 from mca_train.run.inputs import load_tokenizer
 from mca_train.run.logs import quiet_libraries
-from mca_train.run.rules import data_files, make_settings
+from mca_train.run.settings import load_values, make_settings
 from mca_train.tasks.table import TASKS
 
 if TYPE_CHECKING:

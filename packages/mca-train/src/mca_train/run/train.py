@@ -13,6 +13,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from transformers import TrainerCallback
+
 from mca_config.errors import UsageError, raising_usage_errors
 from mca_config.fields import cast
 from mca_config.printable import counted
@@ -22,25 +24,25 @@ from mca_models.megatron import platform
 from mca_models.megatron.distributed import parallel
 from mca_models.megatron.peft import get_peft_model, load_adapter
 from mca_train import groups
-from mca_train.checkpoint.directory import PREFIX, STATE_FILE
+from mca_train.checkpoint.output_files import PREFIX, STATE_FILE
 from mca_train.checkpoint.output_lock import OutputLock
 from mca_train.config.model import launcher_world_size, peft_task
 from mca_train.config.model_parts import trained_parts
-from mca_train.config.run_config import Settings, has_hub_ids, load_values, with_directories
+from mca_train.config.run_config import Settings, has_hub_ids, with_directories
 from mca_train.data.scoring import padding_token
 from mca_train.launch import environment, failures, launcher
-from mca_train.launch.rendezvous import LISTENER, join
-from mca_train.launch.scratch import scratch_folder
+from mca_train.launch.environment import LISTENER, join
+from mca_train.launch.launcher import scratch_folder
 from mca_train.launch.signals import raising_on_signals
-from mca_train.metrics.plot import plot_losses
 from mca_train.run.inputs import Inputs, prepare_inputs
-from mca_train.run.last_evaluation import LastEvaluation
 from mca_train.run.logs import quiet_libraries, set_log_levels, silent_arguments
 from mca_train.run.record import write_record
 from mca_train.run.restarts import StartRecorder, can_restart, resume_values
-from mca_train.run.rules import check, make_settings
-from mca_train.run.summary import summary
+from mca_train.run.rules import check
+from mca_train.run.settings import load_values, make_settings
+from mca_train.run.summary import best_step, plot_losses, summary
 from mca_train.tasks.task import Task
+from mca_train.types import TrainerControl, TrainerState, TrainingArguments
 
 if TYPE_CHECKING:
     from mca_models import VirtualModels
@@ -48,6 +50,53 @@ if TYPE_CHECKING:
     from mca_models.templates.classification_head import Head
     from mca_train.trainer.base import TrainerOptions
     from mca_train.trainer.trainer import McaTrainer
+
+
+class _Stopped(Exception):
+    """SIGTERM during the evaluation, raised on all ranks after the same step."""
+
+
+class LastEvaluation(TrainerCallback):  # type: ignore[misc]
+    """Callback that evaluates the final model at the end of training, unless it was evaluated.
+
+    mlflow, trackio and others end their runs in ``on_train_end``, and later logs start another run. So this callback
+    must be called before theirs.
+
+    Args:
+        trainer: The trainer of the model.
+    """
+
+    def __init__(self, trainer: "McaTrainer") -> None:
+        self._trainer = trainer
+        self._is_running = False
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
+        """Evaluate unless the run was stopped; after a stop during the evaluation, a resumed run repeats it."""
+        if self._trainer.watch.stopped or self._is_done(state):
+            return
+        self._is_running = True
+        try:
+            self._trainer.evaluate()
+        except _Stopped:
+            logger.warning("SIGTERM: the last evaluation is skipped until the run is resumed")
+            self._trainer.complete_checkpoint()
+        finally:
+            self._is_running = False
+
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
+        """Raise `_Stopped` if all ranks agree to stop."""
+        if self._is_running and self._trainer.watch.signal.agreed():
+            raise _Stopped
+
+    def _is_done(self, state: TrainerState) -> bool:
+        best = best_step(self._trainer)
+        step = state.global_step if best is None else best
+        return any("eval_loss" in log and log["step"] == step for log in state.log_history)
+
 
 logger = logging.getLogger(__name__)
 
@@ -213,6 +262,7 @@ def make_trainer(inputs: Inputs) -> "McaTrainer":
     if (path := run.task.reference(settings)) is not None:
         assert run.reference is not None, "it has been read with the run"
         # the reference first, as building a model seeds the random states
+        logger.info("loading the reference model, then the trained model")
         reference = _base(settings, path, run.reference.vocab_size, len(inputs.tokenizer))
         reference.requires_grad_(False)
     path = settings.data.model_name_or_path
@@ -256,7 +306,7 @@ def _with_adapter(model: "VirtualModels", settings: Settings) -> "VirtualModels"
                 model,
                 lora.config(peft_task(model.config)),
                 seed=settings.training.seed,
-                parts=trained_parts(settings.training),
+                parts=trained_parts(settings.training, model.config),
             )
     logger.info("%s", adapted.print_trainable_parameters())
     return adapted

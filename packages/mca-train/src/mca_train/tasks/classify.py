@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from mca_config.errors import McaError
 from mca_train.config.arguments import VIDEO_KEYS, ClassifyArguments, DataArguments
-from mca_train.tasks.scores import ScoreTask
-from mca_train.tasks.task import Example, data_format_problems
+from mca_train.losses.options import SCORE_METRICS
+from mca_train.tasks.task import Example, ScoreTask, data_format_problems
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -88,14 +88,12 @@ class Classify(ScoreTask):
 
     def problems(self, settings: "Settings") -> Iterator[str]:
         """Yield errors of sequence classification, and a metric that this problem type does not have."""
-        from mca_train.losses.scores import METRICS
-
         yield from super().problems(settings)
         yield from data_format_problems(self.name, settings)
         metric = (settings.training.metric_for_best_model or "").removeprefix("eval_")
         kind = _arguments(settings).problem_type
-        if metric in self.metric_names and metric != METRICS[kind][0]:
-            yield f"metric_for_best_model is {metric!r}; {kind} has {METRICS[kind][0]}"
+        if metric in self.metric_names and metric != SCORE_METRICS[kind]:
+            yield f"metric_for_best_model is {metric!r}; {kind} has {SCORE_METRICS[kind]}"
 
     def head(self, settings: "Settings") -> "Head":
         """Return a head with one output for each label."""

@@ -9,9 +9,14 @@ from typing import TYPE_CHECKING, cast
 
 from mca_config.errors import McaError
 from mca_train.config.arguments import DataArguments, PairArguments
-from mca_train.losses.dpo_loss_types import REFUSED, LossType
-from mca_train.tasks.reference import ReferenceArguments, adapter_reference_problems
-from mca_train.tasks.task import AnswerTask, Example, pair_format_problems
+from mca_train.losses.options import PAIR_METRICS, REFUSED, LossType, PreferenceOptions, pair_key_problems
+from mca_train.tasks.task import (
+    AnswerTask,
+    Example,
+    ReferenceArguments,
+    adapter_reference_problems,
+    pair_format_problems,
+)
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -59,23 +64,27 @@ class DpoArguments(ReferenceArguments):
     )
 
     def __post_init__(self) -> None:
-        if self.loss().needs_reference:
+        if self.options().needs_reference:
             return
         for key in ("reference_model_name_or_path", "precompute_ref_log_probs"):
             if getattr(self, key):
                 raise McaError(f"{key}: dpo_loss {self.dpo_loss} has no reference; remove it")
 
-    def loss(self) -> "PreferenceLoss":
-        """Return the loss with these options."""
-        from mca_train.losses.preference import PreferenceLoss
-
-        return PreferenceLoss(
+    def options(self) -> PreferenceOptions:
+        """Return the options of the loss."""
+        return PreferenceOptions(
             kind=self.dpo_loss,
             beta=self.dpo_beta,
             label_smoothing=self.dpo_label_smoothing,
             simpo_gamma=self.simpo_gamma,
             rpo_alpha=self.rpo_alpha,
         )
+
+    def loss(self) -> "PreferenceLoss":
+        """Return the loss with these options."""
+        from mca_train.losses.preference import PreferenceLoss
+
+        return PreferenceLoss(**vars(self.options()))
 
 
 _KEYS = """\
@@ -104,9 +113,7 @@ class Dpo(AnswerTask):
     @property
     def metric_names(self) -> tuple[str, ...]:
         """Return rewards and log-probabilities of the two answers."""
-        from mca_train.losses.preference import METRIC_NAMES
-
-        return METRIC_NAMES
+        return PAIR_METRICS
 
     def encoder(
         self, names: Sequence[str], tokenizer: "PreTrainedTokenizerBase", data: DataArguments, key: str
@@ -126,14 +133,12 @@ class Dpo(AnswerTask):
 
     def problems(self, settings: "Settings") -> Iterator[str]:
         """Yield an error for each setting that pairs do not support, or that leaves no reference."""
-        from mca_train.losses.preference import key_problems
-
         arguments = _arguments(settings)
-        yield from key_problems(settings.training)
+        yield from pair_key_problems(settings.training)
         yield from pair_format_problems(self.name, settings)
         if arguments.precompute_ref_log_probs and settings.data.streaming:
             yield "precompute_ref_log_probs needs all rows before training; set streaming to false"
-        if arguments.loss().needs_reference:
+        if arguments.options().needs_reference:
             yield from adapter_reference_problems(settings, arguments)
 
     def problems_in_megatron(self, settings: "Settings", megatron: "TransformerConfig") -> Iterator[str]:
@@ -145,12 +150,12 @@ class Dpo(AnswerTask):
     def extra_forward_passes(self, settings: "Settings") -> int:
         """Return 1 for the reference, unless it is precomputed."""
         arguments = _arguments(settings)
-        return int(arguments.loss().needs_reference and not arguments.precompute_ref_log_probs)
+        return int(arguments.options().needs_reference and not arguments.precompute_ref_log_probs)
 
     def reference(self, settings: "Settings") -> str | None:
         """Return the configured reference or the initial model; None if the adapter's base model serves."""
         arguments = _arguments(settings)
-        if not arguments.loss().needs_reference:
+        if not arguments.options().needs_reference:
             return None
         path = arguments.reference_model_name_or_path
         itself = settings.lora.is_enabled or arguments.precompute_ref_log_probs

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, cast
 
 from mca_config.errors import McaError, UsageError
 from mca_train.config.arguments import ClassifyArguments, DataArguments
-from mca_train.tasks.reference import ReferenceArguments, adapter_reference_problems
+from mca_train.losses.options import KtoOptions, kto_key_problems
 from mca_train.tasks.sft import Sft
-from mca_train.tasks.task import Example
+from mca_train.tasks.task import Example, ReferenceArguments, adapter_reference_problems
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -33,17 +33,20 @@ class KtoArguments(ReferenceArguments):
     undesirable_weight: float = field(default=1.0, metadata={"help": "Weight of bad answers in the loss."})
 
     def __post_init__(self) -> None:
-        self.loss()
+        self._options()
+
+    def _options(self) -> KtoOptions:
+        return KtoOptions(
+            beta=self.kto_beta,
+            desirable_weight=self.desirable_weight,
+            undesirable_weight=self.undesirable_weight,
+        )
 
     def loss(self) -> "KtoLoss":
         """Return the loss with these options."""
         from mca_train.losses.kto import KtoLoss
 
-        return KtoLoss(
-            beta=self.kto_beta,
-            desirable_weight=self.desirable_weight,
-            undesirable_weight=self.undesirable_weight,
-        )
+        return KtoLoss(**vars(self._options()))
 
 
 class Kto(Sft):
@@ -80,10 +83,8 @@ class Kto(Sft):
 
     def problems(self, settings: "Settings") -> Iterator[str]:
         """Yield an error for each setting that KTO does not support, or that leaves no reference."""
-        from mca_train.losses.kto import key_problems
-
         arguments, training = _arguments(settings), settings.training
-        yield from key_problems(training)
+        yield from kto_key_problems(training)
         yield from adapter_reference_problems(settings, arguments)
         if settings.data.streaming:
             yield "kto needs all rows before training; set streaming to false"

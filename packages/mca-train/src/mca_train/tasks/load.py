@@ -19,7 +19,7 @@ from mca_train.data.row_paths import row_paths
 from mca_train.data.sources import evaluation_arguments, load_source, parse_sources, source_arguments
 from mca_train.data.streams import open_rows
 from mca_train.data.token_cache import cache_key, file_digest, load_or_build
-from mca_train.data.tool_arguments import json_features
+from mca_train.data.tools import json_features
 from mca_train.data.urls import describe_files
 from mca_train.tasks.task import Task
 

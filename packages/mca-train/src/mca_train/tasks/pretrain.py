@@ -87,7 +87,7 @@ class Pretrain(Task):
     ) -> "IterableDataset[Sample]":
         """Return the streamed samples, as `Task.stream`."""
         from mca_train.data.encoding import block_tokenizer
-        from mca_train.data.image_stream import ImageBlockStream
+        from mca_train.data.image_blocks import ImageBlockStream
         from mca_train.data.streams import BlockStream
 
         vision = None if images is None else images.config.vision_fields

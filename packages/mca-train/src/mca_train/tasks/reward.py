@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, cast
 
 from mca_config.errors import McaError
 from mca_train.config.arguments import VIDEO_KEYS, DataArguments, RewardArguments
-from mca_train.tasks.scores import ScoreTask
-from mca_train.tasks.task import Example, pair_format_problems
+from mca_train.tasks.task import Example, ScoreTask, pair_format_problems
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -1,4 +1,4 @@
-"""`Task` describes a kind of run; `AnswerTask` is for kinds that train on rows with answers.
+"""`Task` describes a kind of run; `AnswerTask` is for kinds that train on rows with answers, `ScoreTask` for heads.
 
 A kind is a subclass in a module of this package and one line of `table`. ``data`` tokenizes rows, ``losses`` and
 ``trainer`` train; a kind selects among them.
@@ -6,11 +6,13 @@ A kind is a subclass in a module of this package and one line of `table`. ``data
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from mca_config.errors import UsageError
 from mca_train.config.arguments import DataArguments
+from mca_train.losses import options
+from mca_train.losses.options import score_key_problems
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from mca_train.data.file_rows import FileRows, Row
     from mca_train.data.image_rows import ImageReader, ImageRows
     from mca_train.data.preferences import PairDataset
+    from mca_train.data.samples import AnswerRows
     from mca_train.data.token_dataset import Sample, TokenDataset
     from mca_train.trainer.base import TrainerOptions
     from mca_train.trainer.trainer import McaTrainer
@@ -251,22 +254,14 @@ class AnswerTask(Task):
         images: "ImageReader | None" = None,
     ) -> "TokenDataset | PairDataset":
         """Return the tokenized samples, as `Task.samples`."""
-        from mca_train.data.image_rows import reject_images, without_decoding
+        from mca_train.data.image_rows import without_decoding
         from mca_train.data.preferences import PairDataset
         from mca_train.data.samples import answer_sequences
 
-        if images is None or not self.takes_images:
-            reject_images(rows.column_names, data, f"{key}: mca-train {self.name}")
-            encode = self.encoder(rows.column_names, tokenizer, data, key)
-            numbers = self.numbers(rows.column_names, data, key)
-            sequences = answer_sequences(rows, encode, data, key, self.required_content, numbers)
-            return PairDataset(sequences) if self.sides else sequences
-        reader = self.image_rows(rows.column_names, images, data, tokenizer, key)
-        encode = self.encoder(reader.names, reader.tokenizer, reader.arguments, key)
-        numbers = self.numbers(rows.column_names, data, key)  # read from the row itself, in any format
-        sequences = answer_sequences(
-            without_decoding(rows), encode, data, key, self.required_content, numbers, reader
-        )
+        answers = self._answer_rows(rows.column_names, tokenizer, data, key, images)
+        if answers.images is not None:
+            rows = without_decoding(rows)
+        sequences = answer_sequences(rows, answers, data.preprocessing_num_workers)
         return PairDataset(sequences) if self.sides else sequences
 
     def stream(
@@ -279,26 +274,79 @@ class AnswerTask(Task):
         images: "ImageReader | None" = None,
     ) -> "IterableDataset[Sample]":
         """Return the streamed samples, as `Task.stream`."""
-        from mca_train.data.image_rows import reject_images
         from mca_train.data.streams import AnswerStream
 
-        reader = None
-        numbers = self.numbers(names, data, key)
-        is_sure = self.surely_has_target(tokenizer, data)
-        if images is None or images.config.vision_fields is None or not self.takes_images:
+        seen = None if images is None or images.config.vision_fields is None else images
+        answers = self._answer_rows(names, tokenizer, data, key, seen)
+        return AnswerStream(rows, answers, self.surely_has_target(tokenizer, data), sides=self.sides)
+
+    def _answer_rows(
+        self,
+        names: Sequence[str],
+        tokenizer: "PreTrainedTokenizerBase",
+        data: DataArguments,
+        key: str,
+        images: "ImageReader | None",
+    ) -> "AnswerRows":
+        """Return the encoding of rows with the columns ``names``."""
+        from mca_train.data.image_rows import reject_images
+        from mca_train.data.samples import AnswerRows
+
+        reader, numbers = None, self.numbers(names, data, key)  # read from the row itself, in any format
+        if images is None or not self.takes_images:
             reject_images(names, data, f"{key}: mca-train {self.name}")
         else:
             reader = self.image_rows(names, images, data, tokenizer, key)
             names, tokenizer, data = reader.names, reader.tokenizer, reader.arguments
-        encode = self.encoder(names, tokenizer, data, key)
-        return AnswerStream(
-            rows,
-            encode,
-            lambda row: is_sure(row) and not (reader and reader.has_images(row)),  # images add tokens
-            data.seq_length,
-            key,
+        return AnswerRows(
+            encode=self.encoder(names, tokenizer, data, key),
+            length=data.seq_length,
+            key=key,
             wanted=self.required_content,
-            sides=self.sides,
             numbers=numbers,
             images=reader,
         )
+
+
+@dataclass(kw_only=True)
+class ReferenceArguments:
+    """Reference model."""
+
+    reference_model_name_or_path: str | None = field(
+        default=None,
+        metadata={
+            "help": "Directory of the reference; None: the initial model (with LoRA: without adapter)."
+        },
+    )
+
+
+def adapter_reference_problems(settings: "Settings", arguments: ReferenceArguments) -> Iterator[str]:
+    """Yield an error for each setting that excludes the model without its adapter as the reference."""
+    if arguments.reference_model_name_or_path is not None or not settings.lora.is_enabled:
+        return
+    yield from options.adapter_reference_problems(settings.training)
+    if settings.lora.lora_modules_to_save:
+        yield (
+            "lora_modules_to_save trains parts of the base model, which then cannot be the reference; set "
+            "reference_model_name_or_path, or remove it"
+        )
+
+
+class ScoreTask(AnswerTask):
+    """Kind whose model has a sequence-classification head."""
+
+    def surely_has_target(
+        self, tokenizer: "PreTrainedTokenizerBase", data: DataArguments
+    ) -> "Callable[[Row], bool]":
+        """Return False for every row: a text of one token has no target."""
+        return lambda row: False
+
+    def problems(self, settings: "Settings") -> Iterator[str]:
+        """Yield an error for each key that does not apply to sequence classification."""
+        yield from score_key_problems(settings.training)
+
+    def problems_in_megatron(self, settings: "Settings", megatron: "TransformerConfig") -> Iterator[str]:
+        """Yield an error for each loss that Megatron adds per token."""
+        from mca_train.losses.preference import model_problems
+
+        return model_problems(megatron)

@@ -73,8 +73,8 @@ class KtoTrainer(McaTrainer):
         warn_trl_differences(self.model, without_adapter=reference is None)
         if str(args.train_sampling_strategy) != "sequential":
             logger.warning(
-                "kl uses answers of neighbors in the dataset, which belong to other steps unless "
-                "train_sampling_strategy is sequential (as TRL requires)"
+                "kl is estimated with the answers of neighboring rows, which are usually in other steps; for those of "
+                "the same step, as in TRL, set train_sampling_strategy to sequential"
             )
         self._reference = ReferenceModel(
             reference or self.model,

@@ -137,6 +137,8 @@ class Logger:
             logs["grad_norm"] = totals.grad_norm
         if report.image_tokens:
             logs["image_tokens"] = report.image_tokens
+        if report.audio_tokens:
+            logs["audio_tokens"] = report.audio_tokens
         if self._sources is not None:
             logs |= self._sources.flush()
         logs |= self.metrics.flush() | self._aux_losses.flush() | {"learning_rate": totals.rate}

@@ -23,6 +23,7 @@ from mca_train.checkpoint.loop_state import PendingEvents
 from mca_train.checkpoint.model import saved_weights
 from mca_train.checkpoint.training_state import TrainingState
 from mca_train.engine.engine import StepResult
+from mca_train.engine.rng import has_dropout
 from mca_train.trainer.base import HfTrainer, Hooks, Progress
 from mca_train.trainer.evaluator import EvaluationStopped, Evaluator
 from mca_train.trainer.hf_shims import is_early_stopped, name_missing_metric
@@ -89,7 +90,7 @@ class Loop:
         hf.fire("on_train_begin")
         if checkpoint is not None:
             with naming_read_errors(checkpoint):
-                training.load_rng(checkpoint)
+                training.load_rng(checkpoint, drops=has_dropout(self._model))
         elif hf.args.eval_on_start:
             hf._evaluate(None, None, skip_scheduler=True)
         self._logger.reset()

@@ -24,8 +24,8 @@ from mca_train.engine.rng import preserved_rng
 from mca_train.groups import Ranks
 from mca_train.losses.chunked import chunk_losses, preserved_output
 from mca_train.losses.label_smoothing import smooth_labels
+from mca_train.losses.options import adapter_reference_problems
 from mca_train.losses.preference import (
-    adapter_reference_problems,
     counted_sequences,
     reference_problems,
     sequence_logps,

@@ -30,8 +30,9 @@ from mca_models.megatron.features.biased_router import has_biased_softmax
 from mca_models.megatron.peft import PeftModels
 from mca_train.batching.step_stream import require_steps
 from mca_train.checkpoint.model import require_format
-from mca_train.losses import kto, preference, scores
+from mca_train.losses import kto, preference
 from mca_train.losses.moe_aux import routers
+from mca_train.losses.options import kto_key_problems, pair_key_problems, score_key_problems
 from mca_train.lr_schedule import schedule_problems
 from mca_train.trainer.base import Hooks
 from mca_train.types import SampleSource, VirtualModels
@@ -344,13 +345,13 @@ def _with(args: DistributingParallelArguments, changes: Values) -> DistributingP
 
 def pairs(subject: Subject) -> Iterator[str]:
     """Yield an error for each argument and loss that preference pairs do not support."""
-    yield from preference.key_problems(subject.args)
+    yield from pair_key_problems(subject.args)
     yield from preference.model_problems(subject.model.megatron)
 
 
 def unpaired(subject: Subject) -> Iterator[str]:
     """Yield an error for each argument and loss that KTO does not support."""
-    yield from kto.key_problems(subject.args)
+    yield from kto_key_problems(subject.args)
     yield from kto.model_problems(subject.model.megatron)
 
 
@@ -361,7 +362,7 @@ def classification(subject: Subject) -> Iterator[str]:
             f"{type(subject.trainer).__name__} needs a sequence-classification head, not {kind}; "
             "build it with AutoModel.from_pretrained(..., head=Head(...))"
         )
-    yield from scores.key_problems(subject.args)
+    yield from score_key_problems(subject.args)
     yield from preference.model_problems(subject.model.megatron)
 
 

@@ -14,10 +14,17 @@ from typing import TYPE_CHECKING
 from transformers import TrainerState
 
 from mca_models.megatron.distributed.collectives import run_on_first_rank, run_on_first_rank_unwrapped
-from mca_train.checkpoint import directory, output_dir_guard
+from mca_train.checkpoint import directory, output_files
 from mca_train.checkpoint.integrity import ARGUMENTS_FILE, Checksums
 from mca_train.checkpoint.loop_state import LoopState
 from mca_train.checkpoint.model import ModelWriter
+from mca_train.checkpoint.output_dir import (
+    checkpoints_except,
+    remove_other_run,
+    require_free,
+    set_aside_newer,
+    set_aside_same_step,
+)
 from mca_train.checkpoint.output_lock import OutputLock
 from mca_train.checkpoint.training_state import TrainingState
 from mca_train.checkpoint.writer import CheckpointWriter, WriteStage, name_errors, remove_unfinished
@@ -102,7 +109,7 @@ class Saver:
             directory.require_kind(checkpoint, run_kind)
         again = checkpoint is None and self.has_claimed
         replaces_first = again and not self._replaces and args.save_strategy != "no"
-        if replaces_first and self._hf.ranks.is_first and output_dir_guard.checkpoints_except(output_dir, []):
+        if replaces_first and self._hf.ranks.is_first and checkpoints_except(output_dir, []):
             logger.warning(
                 "train() again: the first checkpoint of this round replaces those in %s; set another output_dir "
                 "to keep them",
@@ -110,7 +117,7 @@ class Saver:
             )
         self._replaces = again
         if not again:
-            output_dir_guard.require_free(output_dir, checkpoint, overwrite=args.overwrite_output_dir)
+            require_free(output_dir, checkpoint, overwrite=args.overwrite_output_dir)
         self._claimed = output_dir.resolve()
         self.checkpoints.written.clear()
 
@@ -118,9 +125,9 @@ class Saver:
         """Delete what killed runs left in ``output_dir``, and another run's files with ``overwrite_output_dir``."""
         if not self._hf.ranks.is_first:
             return
-        remove_unfinished(self._output_dir, directory.PREFIX)
+        remove_unfinished(self._output_dir, output_files.PREFIX)
         if self._hf.args.overwrite_output_dir and not self._replaces:
-            output_dir_guard.remove_other_run(self._output_dir, checkpoint, self._hf.state.global_step)
+            remove_other_run(self._output_dir, checkpoint, self._hf.state.global_step)
 
     def save_model(self, folder: Path) -> None:
         """Write the model as an MCA checkpoint into ``folder``, with the tokenizer; all ranks take part."""
@@ -133,14 +140,14 @@ class Saver:
         self.checkpoints.finish()
         written = [path.name for path in self.checkpoints.written]
         step = self._hf.state.global_step
-        if step != self._progress.started_at_step and f"{directory.PREFIX}-{step}" not in written:
+        if step != self._progress.started_at_step and f"{output_files.PREFIX}-{step}" not in written:
             self.save_checkpoint()
             self.checkpoints.finish()
 
     def save_checkpoint(self) -> None:
         """Write a checkpoint of this step; with ``async_save`` it is complete some steps later."""
         current = self._hf.state
-        target = self._output_dir / f"{directory.PREFIX}-{current.global_step}"
+        target = self._output_dir / f"{output_files.PREFIX}-{current.global_step}"
         with self._runner.pipeline.params_gathered():
             require_finite_weights(current.global_step, self._model.trained_parameters())
         if current.best_global_step == current.global_step:
@@ -149,7 +156,7 @@ class Saver:
         if not self._replaces:
             with name_errors(target):
                 run_on_first_rank_unwrapped(
-                    lambda: output_dir_guard.set_aside_same_step(
+                    lambda: set_aside_same_step(
                         target, self._progress.started_at_step, self.checkpoints.written
                     )
                 )
@@ -189,11 +196,11 @@ class Saver:
         output_dir, limit = self._output_dir, self._hf.args.save_total_limit
         written = self.checkpoints.written
         if self._replaces:
-            for path in output_dir_guard.checkpoints_except(output_dir, written):
+            for path in checkpoints_except(output_dir, written):
                 logger.info("deleting %s (of an earlier round of training)", path)
                 self.checkpoints.delete(path)
         else:
-            output_dir_guard.set_aside_newer(output_dir, self._progress.started_at_step, written)
+            set_aside_newer(output_dir, self._progress.started_at_step, written)
         for path in directory.checkpoints_to_delete(output_dir, limit, best):
             logger.info("deleting %s (save_total_limit %d)", path, limit)
             self.checkpoints.delete(path)
@@ -205,7 +212,7 @@ class Saver:
         if checkpoint is None:
             hf.state = TrainerState(stateful_callbacks=hf.exportable())
         else:
-            hf.state = TrainerState.load_from_json(str(checkpoint / directory.STATE_FILE))
+            hf.state = TrainerState.load_from_json(str(checkpoint / output_files.STATE_FILE))
             directory.locate_best(hf.state, checkpoint)
             restore_counters(callbacks, hf.state.stateful_callbacks)
             hf._load_callback_state()
@@ -223,7 +230,7 @@ class Saver:
             self.lock.verify()
         state = self._hf.state
         state.stateful_callbacks = self._hf.callback_states()
-        state.save_to_json(str(folder / directory.STATE_FILE))
+        state.save_to_json(str(folder / output_files.STATE_FILE))
         (folder / ARGUMENTS_FILE).write_text(self._hf.args.to_json_string())
 
     def training_state(self) -> TrainingState:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from mca_config.errors import McaError
 from mca_train.batching.micro_batch import MicroBatch
-from mca_train.losses.scores import LOSSES, METRICS, ProblemType, reward_loss, sequence_scores
+from mca_train.losses.options import SCORE_METRICS, ProblemType
+from mca_train.losses.scores import LOSSES, METRICS, reward_loss, sequence_scores
 from mca_train.losses.token_loss import sequence_loss
 from mca_train.trainer.base import TrainerOptions
 from mca_train.trainer.reference import warn_trl_differences
@@ -95,7 +96,7 @@ class ClassificationTrainer(ScoreTrainer):
         problem_type: ProblemType = "single_label_classification",
         **options: Unpack[TrainerOptions],
     ) -> None:
-        self.metric_names = (METRICS[problem_type][0],)
+        self.metric_names = (SCORE_METRICS[problem_type],)
         super().__init__(**options)
         self._problem_type = problem_type
 
@@ -105,6 +106,6 @@ class ClassificationTrainer(ScoreTrainer):
             raise McaError("a sample of the dataset has no 'values'; expected its class, labels or numbers")
         scores, real = sequence_scores(output, batch)
         values = batch.values.float()
-        name, metric = METRICS[self._problem_type]
+        name, metric = SCORE_METRICS[self._problem_type], METRICS[self._problem_type]
         self._add_means({name: metric(scores, values)}, real)
         return sequence_loss(LOSSES[self._problem_type](scores, values), real, self.ranks)

@@ -94,7 +94,7 @@ class StepLoaders:
 def log_plan(args: TrainingArguments, ranks: Ranks, length: RunLength, samples: int, done: int) -> None:
     """Log the plan of the run: ``samples`` per step, after ``done`` steps."""
     logger.info(
-        "training %s (%d an epoch) of %s = %d micro x %d accumulated x %d data parallel; %s",
+        "training %s (%d per epoch) of %s: micro-batch %d x accumulation %d x data parallel %d; layout %s",
         counted(length.max_steps, "step"),
         length.steps_per_epoch,
         counted(samples, "sample"),

@@ -123,7 +123,7 @@ def _start_megatron(rank_context: RankContext, embedding_ranks: tuple[int, ...])
         if _megatron_sizes() == _layout_sizes(layout):
             _start_embedding(rank_context, embedding_ranks)
             return
-        _log.info("replacing Megatron's process groups by those of %s", layout)
+        _log.info("creating Megatron's process groups again, for layout %s", layout)
         _end_megatron()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,

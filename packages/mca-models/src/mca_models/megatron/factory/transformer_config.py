@@ -6,10 +6,11 @@ Settings of execution are in `execution`, limits in `limits`.
 import dataclasses
 import math
 import warnings
+from dataclasses import dataclass
 from importlib.util import find_spec
 
 from mca_config.arguments import DistributingParallelArguments
-from mca_config.arguments.options import TrainingOptions
+from mca_config.arguments.training_options import TrainingOptions
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig
@@ -23,10 +24,35 @@ from mca_models.megatron.factory.execution import (
     precision_settings,
 )
 from mca_models.megatron.factory.limits import require_supported
-from mca_models.megatron.factory.target import Target
 from mca_models.megatron.layers.rope import attention_factor
 from mca_models.megatron.names import Implementation
 from mca_models.megatron.types import MegatronConfig, Settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """Device and implementation: this machine, or a GPU that a plan is for.
+
+    Args:
+        device: ``cpu`` or ``cuda``.
+        implementation: Layer implementation.
+        is_here: Whether it is this machine, whose kernels can be checked.
+    """
+
+    device: str
+    implementation: Implementation
+    is_here: bool
+
+    @classmethod
+    def here(cls, implementation: Implementation) -> "Target":
+        """Return this machine."""
+        return cls(device=platform.device_type(), implementation=implementation, is_here=True)
+
+    @classmethod
+    def planned(cls, implementation: Implementation) -> "Target":
+        """Return a GPU that need not be in this machine."""
+        return cls(device="cuda", implementation=implementation, is_here=False)
+
 
 HF_AUX_LOSS = "mca_hf_aux_loss"
 """Attribute: the load-balancing loss has HF's coefficient, and uses the softmax of the logits."""

@@ -46,12 +46,11 @@ from mca_models.megatron.features.heterogeneous_heads import (
 )
 from mca_models.megatron.features.identity_experts import IDENTITY_EXPERTS
 from mca_models.megatron.features.kimi_delta_attention import KIMI_DELTA_ATTENTION
-from mca_models.megatron.features.latent_moe import LATENT_MOE
 from mca_models.megatron.features.mamba import MAMBA
 from mca_models.megatron.features.media import IMAGES
 from mca_models.megatron.features.mla import MLA
-from mca_models.megatron.features.mlp import MLP
-from mca_models.megatron.features.moe import BIASED_EXPERTS, MOE
+from mca_models.megatron.features.mlp import MLP, XIELU
+from mca_models.megatron.features.moe import BIASED_EXPERTS, LATENT_MOE, MOE, MOE_POST_NORM
 from mca_models.megatron.features.moe_with_dense_mlp import MOE_WITH_DENSE_MLP
 from mca_models.megatron.features.mrope import MROPE
 from mca_models.megatron.features.mtp import MTP, MTP_BEFORE_NORM, MTP_LOSS
@@ -72,7 +71,6 @@ from mca_models.megatron.features.shortcut_moe import SHORTCUT_MOE
 from mca_models.megatron.features.sigmoid_router import SHARED_EXPERT_MEAN, SIGMOID_ROUTER
 from mca_models.megatron.features.sparse_mixer import NOISY_EXPERTS, SPARSE_MIXER
 from mca_models.megatron.features.vision_tower import VISION_TOWER
-from mca_models.megatron.features.xielu import XIELU
 from mca_models.megatron.names import Implementation
 from mca_models.megatron.types import GptModel, MegatronConfig, Settings
 
@@ -104,6 +102,7 @@ FEATURES: tuple[Feature, ...] = (
     NOISY_EXPERTS,
     SHARED_EXPERT_MEAN,
     MOE_WITH_DENSE_MLP,
+    MOE_POST_NORM,
     IDENTITY_EXPERTS,
     SHORTCUT_MOE,
     GATED_DELTA_NET,

@@ -19,8 +19,7 @@ from mca_models.megatron.features.recurrent_layers import (
     apply_to_full_sequences,
     linear_attention_settings,
 )
-from mca_models.megatron.layers.replicated import ReplicatedLinear
-from mca_models.megatron.layers.sharded import cut_parameter
+from mca_models.megatron.layers.sharded import ReplicatedLinear, cut_parameter
 from mca_models.megatron.names import Implementation
 from mca_models.megatron.types import (
     GroupCollection,

@@ -16,6 +16,7 @@ from torch.nn.functional import silu, softplus
 from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Typed
+from mca_models.megatron.features.delta_rule import chunks, decay_mask
 from mca_models.megatron.features.feature import (
     Context,
     Feature,
@@ -23,19 +24,80 @@ from mca_models.megatron.features.feature import (
     SpecChanges,
     change_self_attention,
 )
-from mca_models.megatron.features.kernels import find_kernel
+from mca_models.megatron.features.kernels import Kernel, find_kernel
 from mca_models.megatron.features.recurrent_layers import (
     CausalConvolution,
     apply_to_full_sequences,
     mixer_projections,
     normed_linears,
 )
-from mca_models.megatron.features.state_space import state_space_layer
 from mca_models.megatron.layers.sharded import cut_parameter, sharded_state
 from mca_models.megatron.names import Implementation
 from mca_models.megatron.tensors import seeded_generator
 from mca_models.megatron.types import MegatronConfig, PackedSeqParams, ShardedState, Spec, WithBias
 from mca_models.templates.parts.mamba import segments
+
+_KERNELS_CHUNK = 256
+"""Chunk size of the kernel."""
+
+
+def state_space_layer(
+    x: Tensor, step: Tensor, rate: Tensor, into: Tensor, read: Tensor, skip: Tensor, kernel: Kernel | None
+) -> Tensor:
+    """Compute a layer's outputs from inputs scaled by their time steps, with the skip connection D.
+
+    Args:
+        x: ``[b, s, h, p]``.
+        step: ``[b, s, h]``, fp32, at least 0.
+        rate: ``[h]``, fp32, below 0: decay rate of a head's state.
+        into: ``[b, s, g, n]``, B of each group of heads.
+        read: ``[b, s, g, n]``, C.
+        skip: ``[h]``, fp32: D, the factor of the skip connection.
+        kernel: ``mamba_chunk_scan_combined``; None: plain torch.
+
+    Returns:
+        ``[b, s, h, p]`` in fp32.
+    """
+    if kernel is not None:
+        arguments = (part.contiguous() for part in (x, step, rate, into, read))
+        out = kernel(*arguments, chunk_size=_KERNELS_CHUNK, D=skip)
+        assert isinstance(out, Tensor)
+        return out.float()
+    x = x.float()
+    inputs, into, read = (part.transpose(1, 2) for part in (x * step.unsqueeze(-1), into, read))
+    out = state_space(inputs, (rate * step).transpose(1, 2), into, read).transpose(1, 2)
+    return out + skip[:, None] * x
+
+
+def state_space(inputs: Tensor, decay: Tensor, into: Tensor, read: Tensor) -> Tensor:
+    """Compute the outputs of all tokens from a zero state.
+
+    Args:
+        inputs: ``[b, h, s, p]``, x above.
+        decay: ``[b, h, s]``, log of the factor on the state (a above): at most 0.
+        into: ``[b, g, s, n]``, B of each group of heads.
+        read: ``[b, g, s, n]``, C.
+
+    Returns:
+        ``[b, h, s, p]`` in fp32.
+    """
+    length, groups = inputs.shape[2], into.shape[1]
+    dtype = torch.promote_types(inputs.dtype, torch.float32)
+    x = chunks(inputs.to(dtype)).unflatten(1, (groups, -1))  # [b, g, heads, chunks, CHUNK, p]
+    log_decay = chunks(decay.to(dtype).unsqueeze(-1)).cumsum(-2).unflatten(1, (groups, -1))  # G
+    b, c = (chunks(part.to(dtype)).unsqueeze(2) for part in (into, read))  # the same for each head of a group
+    last = log_decay[..., -1:, :]
+    within = ((c @ b.mT) * decay_mask(log_decay.squeeze(-1))) @ x
+    added = ((last - log_decay).exp() * b).mT @ x  # what a chunk adds to the state
+    state = torch.zeros_like(added[..., 0, :, :])
+    before = []
+    for i in range(x.shape[3]):
+        before.append(state)
+        state = last[..., i, :, :].exp() * state + added[..., i, :, :]
+    out = within + (log_decay.exp() * c) @ torch.stack(before, 3)
+    whole: Tensor = out.flatten(1, 2).flatten(2, 3)[:, :, :length]
+    return whole
+
 
 _HEADS = ("dt_bias", "A_log", "D")
 _CUT = (*_HEADS, "conv1d.weight", "conv1d.bias", "norm.weight")
@@ -182,7 +244,7 @@ def mamba_spec(implementation: Implementation, config: McaModelConfig) -> Spec:
     """Return the spec of a Mamba layer of ``config``, in place of attention or parallel to it."""
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    column, row = normed_linears(implementation, norm=not given(config.mamba).mamba_beside_attention)
+    column, row = normed_linears(implementation, norm=not given(config.mamba).mamba_parallel_attention)
     return ModuleSpec(module=_module(), params={"model": config, "column": column, "row": row})
 
 

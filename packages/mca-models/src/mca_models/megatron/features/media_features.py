@@ -20,6 +20,7 @@ from mca_config.errors import McaError
 from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
+from mca_models.media import tile_order
 from mca_models.megatron.features.audio_features import run_clips
 from mca_models.megatron.types import HfModel, Upstream
 from mca_models.templates import get_family
@@ -153,13 +154,12 @@ def _split_images(images: JsonObject, config: McaModelConfig) -> list[_Image]:
             _Image({"pixel_values": part, "image_grid_thw": grid}, load, load // merged)
             for part, grid, load in parts
         ]
-    if (sizes := images.get("image_sizes")) is not None:
-        side = vision["vision_config"].get("patch_size", 16) * vision.get("spatial_merge_size", 2)
-        rows = [(high // side) * (wide // side) for high, wide in sizes.tolist()]
-        return [
-            _Image({"pixel_values": part, "image_sizes": size}, count, count)
-            for part, size, count in zip(pixels.split(1), sizes.split(1), rows, strict=True)
-        ]
+    family = get_family(config.model_type).vision
+    assert family is not None, "a model with images has a vision model"
+    if (sizes := images.get("image_sizes", images.get("spatial_shapes"))) is not None:
+        return _split_sized(images, sizes, config)
+    if (tiled := images.get("grids")) is not None:
+        return _split_marked(images, tiled, config)
     if (positions := images.get("image_position_ids")) is not None:
         sizes = vision["vision_config"]
         token = 3 * (sizes.get("patch_size", 16) * sizes.get("pooling_kernel_size", 3)) ** 2
@@ -169,12 +169,39 @@ def _split_images(images: JsonObject, config: McaModelConfig) -> list[_Image]:
             _Image({"pixel_values": part, "image_position_ids": position}, pixels.shape[1], count)
             for part, position, count in zip(pixels.split(1), positions.split(1), rows, strict=True)
         ]
-    fixed = get_family(config.model_type).vision
-    assert fixed is not None and fixed.tokens_per_image is not None, (
-        "images have grids, sizes or a fixed number"
-    )
-    count = fixed.tokens_per_image(config)
+    assert family.tokens_per_image is not None, "images have grids, sizes or a fixed number"
+    count = family.tokens_per_image(config)
     return [_Image({"pixel_values": part}, 1, count) for part in pixels.split(1)]
+
+
+def _split_sized(images: JsonObject, sizes: Tensor, config: McaModelConfig) -> list[_Image]:
+    family = get_family(config.model_type).vision
+    assert family is not None and family.tokens_of_size is not None, "the size of an image gives its features"
+    found = []
+    for number, (high, wide) in enumerate(sizes.tolist()):
+        own = {name: each[number : number + 1] for name, each in images.items()}
+        company = int(own["batch_num_images"]) if "batch_num_images" in own else 1
+        if company < 1 and family.tokens_per_frame is not None:
+            count = 1 - company * family.tokens_per_frame(config)
+        elif company > 1 and family.tokens_together is not None:
+            count = family.tokens_together(config)
+        else:
+            count = family.tokens_of_size(config, high, wide)
+        found.append(_Image(own, count, count))
+    return found
+
+
+def _split_marked(images: JsonObject, grids: Tensor, config: McaModelConfig) -> list[_Image]:
+    family = get_family(config.model_type).vision
+    assert family is not None and family.tokens_per_image is not None, "tiles have a fixed number of features"
+    orders = [tile_order(rows, columns) for rows, columns in grids.tolist()]
+    tiles = [order.count(None) for order in orders]
+    per_tile = family.tokens_per_image(config)
+    parts = zip(images["pixel_values"].split(tiles), grids.split(1), orders, tiles, strict=True)
+    return [
+        _Image({"pixel_values": part, "grids": grid}, count, len(order) + count * (per_tile - 1))
+        for part, grid, order, count in parts
+    ]
 
 
 def _split_clips(clips: JsonObject, config: McaModelConfig) -> list[_Image]:
@@ -198,12 +225,52 @@ def _concatenate(arguments: Sequence[JsonObject]) -> JsonObject:
 
 def _run_vision(vision: HfModel, images: JsonObject) -> Tensor:
     """Return ``[rows, hidden * (1 + inner layers)]``."""
+    if "grids" in images:
+        return _run_marked(vision, images)
+    if "batch_num_images" in images:
+        return _run_alone_and_together(vision, images)
     output = vision.get_image_features(**images, return_dict=True)
     inner = getattr(output, "deepstack_features", None) or ()
     features = output.pooler_output
     if features is None:  # Llama 4 projects them in its own forward pass
         features = vision.multi_modal_projector(output.last_hidden_state)
     return torch.cat([_flatten(each) for each in (features, *inner)], 1)
+
+
+def _run_marked(vision: HfModel, images: JsonObject) -> Tensor:
+    """Return the features of tiles and of the marks between them, in the order of their tokens."""
+    output = vision.get_image_features(images["pixel_values"], return_dict=True)
+    tiles, marks = iter(output.pooler_output), output.visual_indicator_features
+    orders = [tile_order(rows, columns) for rows, columns in images["grids"].tolist()]
+    return torch.cat(
+        [next(tiles) if mark is None else marks[mark : mark + 1] for order in orders for mark in order]
+    )
+
+
+def _run_alone_and_together(vision: HfModel, images: JsonObject) -> Tensor:
+    """Return the features of images and videos, which ``batch_num_images`` tells apart.
+
+    1 is the only image of its sequence, a larger number one of several images, and a negative one the frames of a
+    video.
+    """
+    company, found = images["batch_num_images"], dict[int, Tensor]()
+    alone, pixels = company == 1, images["pixel_values"]
+    for number, frames in enumerate(company.tolist()):
+        if frames < 1:
+            output = vision.get_video_features(pixels[number : number + 1, :-frames], return_dict=True)
+            found[number] = output.pooler_output[0]
+    for group in (alone, company > 1):
+        numbers = group.nonzero()[:, 0].tolist()
+        if not numbers:
+            continue
+        taken = (
+            numbers if group is alone or len(numbers) > 1 else numbers * 2
+        )  # one of several, and not alone
+        counts = [1] * len(taken) if group is alone else [len(taken)]
+        inputs = {name: images[name][taken] for name in ("pixel_values", "image_sizes")}
+        output = vision.get_image_features(**inputs, batch_num_images=counts, return_dict=True)
+        found |= dict(zip(numbers, output.pooler_output, strict=False))
+    return torch.cat([found[number] for number in range(len(alone))])
 
 
 def _flatten(features: Tensor | Sequence[Tensor]) -> Tensor:

@@ -1,16 +1,80 @@
-"""MLPs: activation, gates and their factors; kernels that compute another activation."""
+"""MLPs: activation, gates and their factors; kernels that compute another activation; xIELU."""
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping
 
+import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.functional import softplus
 
 from mca_config.errors import McaError
-from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron.features.feature import Feature, Setup
-from mca_models.megatron.types import Settings
+from mca_models.megatron.layers.sharded import sharded_state
+from mca_models.megatron.types import GptModel, MegatronConfig, Settings, ShardedState
+from mca_models.templates.parts.moe import expert_sizes
+
+
+class Xielu(torch.nn.Module):
+    """``p x^2 + b x`` above 0, ``n (e^min(x, eps) - 1 - x) + b x`` below; the same on every tensor rank.
+
+    p is softplus(alpha_p), n is b + softplus(alpha_n).
+    """
+
+    beta: Tensor
+    eps: Tensor
+
+    def __init__(self, config: MegatronConfig) -> None:
+        super().__init__()
+        self.alpha_p = torch.nn.Parameter(torch.empty(1, dtype=config.params_dtype))
+        self.alpha_n = torch.nn.Parameter(torch.empty(1, dtype=config.params_dtype))
+        self.register_buffer("beta", torch.tensor([0.5], dtype=config.params_dtype))
+        self.register_buffer("eps", torch.tensor([-1e-6], dtype=config.params_dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Apply it to this rank's channels; the scalars' gradients are summed over tensor ranks."""
+        from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
+
+        positive = softplus(copy_to_tensor_model_parallel_region(self.alpha_p))
+        negative = self.beta + softplus(copy_to_tensor_model_parallel_region(self.alpha_n))
+        below = (torch.expm1(torch.min(x, self.eps)) - x) * negative
+        return torch.where(x > 0, positive * x * x, below) + self.beta * x
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: ShardedState | None = None
+    ) -> ShardedState:
+        """Return the state for Megatron's distributed checkpoint."""
+        return sharded_state(self, prefix, sharded_offsets, {})
+
+
+def use_xielu(model: GptModel) -> None:
+    """Set the activation of every MLP of a chunk."""
+    for layer in model.decoder.layers:
+        layer.mlp.activation_func = Xielu(model.config)
+
+
+_START = {
+    "alpha_p": math.log(math.expm1(0.8)),
+    "alpha_n": math.log(math.expm1(0.3)),
+    "beta": 0.5,
+    "eps": -1e-6,
+}
+"""Initial weights of the activation xIELU by name."""
+
+
+def _start(name: str, shape: tuple[int, ...], seed: int) -> Tensor | None:
+    return torch.full(shape, _START[name.rpartition(".")[2]]) if "activation_func." in name else None
+
+
+XIELU = Feature(
+    name="xIELU",
+    enabled=lambda config: config.mlp.hidden_act == "xielu",
+    start=_start,
+    finish=lambda model, config: use_xielu(model),
+)
+
 
 _TANH_GELU = functools.partial(functional.gelu, approximate="tanh")
 _ACTIVATIONS: Mapping[str, Callable[..., Tensor]] = {
@@ -30,7 +94,8 @@ def has_fused_activation(config: McaModelConfig) -> bool:
         return False
     if config.mlp.hidden_act == "quick_gelu":  # fused for routed experts only
         dense = not all(config.is_moe_layer(i) for i in range(config.num_layers))
-        return not dense and given(config.moe).moe_shared_expert_intermediate_size is None
+        moe = expert_sizes(config)
+        return not dense and moe is not None and not moe.shared
     return config.mlp.hidden_act == "silu" and config.mlp.gated_linear_unit
 
 

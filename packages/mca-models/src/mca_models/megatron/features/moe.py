@@ -1,15 +1,19 @@
-"""Mixture of experts: Megatron's settings, and what it cannot compute of experts and routers."""
+"""Mixture of experts: settings, what Megatron cannot compute of experts and routers, latent MoE, post-norms."""
 
+import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 from mca_config.model.moe import Moe
 from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Values
-from mca_models.megatron.features.feature import Feature, Setup
+from mca_models.megatron.features.feature import Context, Feature, Setup
 from mca_models.megatron.features.group_router import has_custom_groups
 from mca_models.megatron.features.mlp import has_altered_glu
-from mca_models.megatron.types import GptModel, MegatronModule, Settings, WithBias
+from mca_models.megatron.features.norms import add_post_norm
+from mca_models.megatron.layers.sharded import ReplicatedLinear
+from mca_models.megatron.types import GptModel, MegatronConfig, MegatronModule, Settings, Upstream, WithBias
 
 _SAME_NAME = (
     "num_moe_experts",
@@ -137,4 +141,53 @@ BIASED_EXPERTS = Feature(
     enabled=lambda config: config.moe is not None and config.mlp.add_bias_linear,
     settings=lambda config: {"bias_dropout_fusion": False},  # grouped experts reject it
     finish=lambda model, config: fix_expert_biases(model),
+)
+
+
+@contextmanager
+def latent_projections(context: Context, megatron: MegatronConfig) -> Iterator[None]:
+    """Make Megatron build local MoE layers with latent projections, in this block."""
+    from megatron.core.transformer.moe import moe_layer
+
+    if context.implementation == "transformer_engine":
+        yield
+        return
+    module: Upstream = sys.modules[moe_layer.__name__]
+    names = {"HAVE_TE": True, "TELinear": ReplicatedLinear}
+    before = {name: getattr(module, name) for name in names if hasattr(module, name)}
+    for name, value in names.items():
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for name in names:
+            delattr(module, name)
+        for name, value in before.items():
+            setattr(module, name, value)
+
+
+def _latent_problems(setup: Setup) -> Iterator[str]:
+    if setup.settings.get("moe_shared_expert_overlap"):
+        yield "moe_shared_expert_overlap is not supported with moe_latent_size; remove moe_shared_expert_overlap"
+
+
+LATENT_MOE = Feature(
+    name="latent MoE",
+    enabled=lambda config: config.moe is not None and config.moe.moe_latent_size is not None,
+    settings=lambda config: {"moe_latent_size": given(config.moe).moe_latent_size},
+    problems=_latent_problems,
+    prepare=latent_projections,
+)
+
+
+def _add_post_norms(model: GptModel, config: McaModelConfig) -> None:
+    for layer in model.decoder.layers:
+        if config.is_moe_layer(layer.layer_number - 1):
+            add_post_norm(layer.mlp, model.config)
+
+
+MOE_POST_NORM = Feature(
+    name="norm after MoE layers",
+    enabled=lambda config: config.moe is not None and config.moe.moe_post_norm,
+    finish=_add_post_norms,
 )

@@ -102,7 +102,7 @@ def _problems(setup: Setup) -> Iterator[str]:
 
 MOE_WITH_DENSE_MLP = Feature(
     name="experts parallel to an MLP",
-    enabled=lambda config: config.moe is not None and config.moe.experts_beside_mlp,
+    enabled=lambda config: config.moe is not None and config.moe.moe_parallel_dense_mlp,
     problems=_problems,
     spec=_spec,
 )

@@ -163,10 +163,13 @@ def add_post_norms(model: GptModel, config: McaModelConfig) -> None:
     for layer in model.decoder.layers:
         placement = config.layer_config(layer.layer_number - 1).norm.norm_placement
         for block in (layer.self_attention, layer.mlp) if placement != "pre" else ():
-            block.post_layernorm = PostNorm(
-                model.config, model.config.hidden_size, model.config.layernorm_epsilon
-            )
-            block.register_forward_hook(_normalise_output)
+            add_post_norm(block, model.config)
+
+
+def add_post_norm(block: MegatronModule, config: MegatronConfig) -> None:
+    """Add a ``post_layernorm`` to the output of one attention or MLP."""
+    block.post_layernorm = PostNorm(config, config.hidden_size, config.layernorm_epsilon)
+    block.register_forward_hook(_normalise_output)
 
 
 def _normalise_output(block: MegatronModule, args: tuple[object, ...], output: WithBias) -> WithBias:

@@ -16,7 +16,7 @@ from mca_config.types import JsonObject
 from mca_models.media import placeholders
 from mca_models.megatron.features.feature import Feature
 from mca_models.megatron.features.norms import PostNorm
-from mca_models.megatron.layers.replicated import ReplicatedLinear
+from mca_models.megatron.layers.sharded import ReplicatedLinear
 from mca_models.megatron.types import GptModel, MegatronModule
 
 Arguments = tuple[object, ...]

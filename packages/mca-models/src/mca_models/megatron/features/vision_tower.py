@@ -6,10 +6,11 @@ Its parameters have the names of transformers' modules below ``vision_model.``. 
 
 import copy
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
+from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.megatron.features.feature import Feature
@@ -22,8 +23,9 @@ _NO_TEXT: Mapping[str, object] = {"num_hidden_layers": 0, "vocab_size": 1, "pad_
 _PER_LAYER = ("layer_types", "per_layer_config", "mlp_layer_types", "mlp_only_layers", "no_rope_layers")
 
 
-Part = Literal["language", "vision", "projector"]
-"""Parts that can be trained or frozen: the text model, the vision and audio towers, and the projectors of features."""
+Part = Literal["language", "vision", "audio", "projector"]
+"""Parts that can be trained or frozen: the text model, the vision tower, the audio tower, and the projectors."""
+PARTS: tuple[Part, ...] = get_args(Part)
 TEXT: tuple[Part, ...] = ("language",)
 """Parts that adapters target by default."""
 
@@ -34,6 +36,13 @@ def model_part(param: Param, config: McaModelConfig) -> str:
         return "language"
     vision = get_family(config.model_type).vision
     return "unused" if vision is None else vision.component(param.mca.removeprefix(PREFIX), config)
+
+
+def model_parts(config: McaModelConfig) -> tuple[Part, ...]:
+    """Return the parts of a model."""
+    vision = None if config.vision is None else get_family(config.model_type).vision
+    found = {"language"} if vision is None else {"language", *vision.parts(config)}
+    return tuple(part for part in PARTS if part in found)
 
 
 def add_vision_tower(model: GptModel, config: McaModelConfig) -> None:
@@ -52,11 +61,17 @@ def vision_model(config: McaModelConfig, dtype: torch.dtype) -> HfModel:
     config_without_text = transformers.AutoConfig.for_model(
         **copy.deepcopy(without_text(config_to_hf(config)))
     )
+    if type(config_without_text) not in transformers.MODEL_MAPPING:
+        raise McaError(
+            f"{config.model_type}: transformers {transformers.__version__} has no model of its features alone; "
+            "install a newer version"
+        )
     with no_init_weights():
         model: HfModel = transformers.AutoModel.from_config(config_without_text, dtype=dtype)
-    del model.language_model
     family = get_family(config.model_type).vision
-    if family is not None and family.fused_qkv:
+    assert family is not None, "a model with a vision configuration has a vision model"
+    delattr(model, family.text_module)
+    if family.fused_qkv:
         for layer in model.vision_tower.layers:
             _fuse_qkv(layer.attn)
     return model

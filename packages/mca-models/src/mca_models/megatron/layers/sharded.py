@@ -1,10 +1,12 @@
-"""Sharded state of mca's modules for Megatron's distributed checkpoints."""
+"""Sharded state of mca's modules for Megatron's distributed checkpoints, and a linear with a replicated weight."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
+from torch import Tensor
+from torch.nn.functional import linear
 
-from mca_models.megatron.types import MarkedParameter, ShardedState
+from mca_models.megatron.types import MarkedParameter, MegatronConfig, ShardedState
 
 
 def sharded_state(
@@ -31,3 +33,35 @@ def cut_parameter(shape: tuple[int, ...], dtype: torch.dtype) -> torch.nn.Parame
     parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = True, 0, 1
     cut: torch.nn.Parameter = parameter
     return cut
+
+
+class ReplicatedLinear(torch.nn.Module):
+    """``x W^T`` with the full W on every tensor rank; a sequence-parallel input stays sharded."""
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: MegatronConfig,
+        init_method: Callable[[Tensor], object],
+        **_: object,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
+        if config.perform_initialization:
+            init_method(self.weight)
+        # with sequence parallelism each tensor rank sees its own tokens: Megatron sums the gradients
+        weight: MarkedParameter = self.weight
+        weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        """Map ``[..., in]`` to ``[..., out]``; the bias is None."""
+        return linear(x, self.weight), None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: ShardedState | None = None
+    ) -> ShardedState:
+        """Return the state for Megatron's distributed checkpoint, replicated over tensor ranks."""
+        return sharded_state(self, prefix, sharded_offsets, {})

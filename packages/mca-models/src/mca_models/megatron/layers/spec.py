@@ -10,7 +10,7 @@ from functools import partial
 from mca_config.types import Values
 from mca_models.megatron.layers.attention import CoreAttention
 from mca_models.megatron.layers.norm import Norm
-from mca_models.megatron.layers.replicated import ReplicatedLinear
+from mca_models.megatron.layers.sharded import ReplicatedLinear
 from mca_models.megatron.names import Implementation
 from mca_models.megatron.types import MegatronConfig, Spec
 

@@ -1,9 +1,10 @@
 """``PeftModels``: ``VirtualModels`` with a LoRA adapter under PEFT's names on the HF model.
 
-`create` makes it. `attach` and `linear` put factors on linears; `mca_models.lora` writes directories.
+`create` makes it. `attach` and `linear` put factors on linears, `mca_models.lora` writes directories, and
+distributed checkpoints contain the factors.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain, islice
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mca_config.errors import McaError
+from mca_config.layout import Coordinates
 from mca_config.model_config import DtypeName
 from mca_config.types import JsonObject
 from mca_models.lora import (
@@ -27,8 +29,10 @@ from mca_models.lora.per_expert import per_expert_config, require_per_expert
 from mca_models.lora.rules import PREFIX
 from mca_models.megatron.distributed import parallel
 from mca_models.megatron.distributed.collectives import require_same_arguments, run_on_first_rank_unwrapped
+from mca_models.megatron.distributed.parallel import RankContext
 from mca_models.megatron.factory.fill import full_shape, shard_rank_and_size
 from mca_models.megatron.peft.attach import (
+    CHILD,
     Attached,
     LinearGroups,
     attach,
@@ -39,7 +43,6 @@ from mca_models.megatron.peft.attach import (
 from mca_models.megatron.peft.compatibility import require_same
 from mca_models.megatron.peft.exchange import merged_piece, peft_tensors, receive_adapter, whole_adapter
 from mca_models.megatron.peft.initialization import is_trained, require_base_weights
-from mca_models.megatron.peft.sharded_state import patch_sharded_state, restore_sharded_state
 from mca_models.megatron.state.export import (
     BUCKET_BYTES,
     Destination,
@@ -55,9 +58,74 @@ from mca_models.megatron.state.save import save_hf
 from mca_models.megatron.state.stream import Piece
 from mca_models.megatron.state.weight_receiver import Weight, load_on_all_ranks
 from mca_models.megatron.tensors import cast_finite, to_torch
+from mca_models.megatron.types import DcpObject, GptModel, ShardedState
 from mca_models.megatron.virtual_models import CheckpointFormat, VirtualModels
 from mca_models.weights import Param
-from mca_models.weights.arrays import Array
+from mca_models.weights.arrays import Array, split_ratio
+
+_METHOD = "sharded_state_dict"
+Replica = tuple[int, int, int]
+
+
+def patch_sharded_state(chunk: GptModel, by_tensor: Mapping[int, Param], rank_context: RankContext) -> None:
+    """Replace ``sharded_state_dict`` of this one ``chunk``.
+
+    Args:
+        chunk: A live ``GPTModel`` with adapters.
+        by_tensor: The rules of all factors by ``id`` of their live tensors.
+        rank_context: This rank and the layout.
+    """
+    original = chunk.sharded_state_dict
+
+    def sharded_state_dict(*args: object, **kwargs: object) -> ShardedState:
+        prefix = kwargs.get("prefix", args[0] if args else "")
+        state = {name: x for name, x in original(*args, **kwargs).items() if f".{CHILD}." not in name}
+        for name, tensor in chunk.named_parameters():
+            if param := by_tensor.get(id(tensor)):
+                state[f"{prefix}{name}"] = _sharded(param, tensor, rank_context)
+        return state
+
+    setattr(chunk, _METHOD, sharded_state_dict)
+
+
+def restore_sharded_state(chunk: torch.nn.Module) -> None:
+    """Restore the class's ``sharded_state_dict`` of ``chunk``."""
+    vars(chunk).pop(_METHOD, None)
+
+
+def _sharded(param: Param, tensor: Tensor, rank_context: RankContext) -> DcpObject:
+    name, replica = param.mca_name(), _replica(param, rank_context.coordinates, rank_context.layout.cp)
+    cut = shard_rank_and_size(param, rank_context.layout, rank_context.coordinates)
+    if len(param.shard.segments) == 1:
+        return _piece(name, tensor, param, cut, replica)
+    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+
+    def segments(key: str, piece: Tensor, replica_id: Replica, _: object) -> list[DcpObject]:
+        rows = split_ratio(piece, 0, param.shard.segments)
+        return [_piece(f"{key}.{i}", each, param, cut, replica_id) for i, each in enumerate(rows)]
+
+    return ShardedTensorFactory(name, tensor, segments, torch.cat, replica)
+
+
+def _piece(name: str, tensor: Tensor, param: Param, cut: tuple[int, int], replica_id: Replica) -> DcpObject:
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    return ShardedTensor.from_rank_offsets(
+        name,
+        tensor,
+        *([] if param.shard.axis is None else [(param.shard.axis, *cut)]),
+        replica_id=replica_id,
+        allow_shape_mismatch=param.vocab,
+    )
+
+
+def _replica(param: Param, coordinates: Coordinates, cp: int) -> Replica:
+    """Return Megatron's replica id of this rank's shard: over pipeline, tensor and data ranks."""
+    cut = param.shard.axis is not None
+    if param.expert is not None:
+        return 0, 0 if cut else coordinates.etp, coordinates.edp
+    return 0, 0 if cut else coordinates.tp, coordinates.dp * cp + coordinates.cp
+
 
 Read = Callable[[Param, tuple[int, ...]], Array]
 

@@ -6,7 +6,7 @@ import inspect
 from torch import Tensor
 
 from mca_models.megatron.layers.attention import ON_HOST
-from mca_models.megatron.layers.replicated import ReplicatedLinear
+from mca_models.megatron.layers.sharded import ReplicatedLinear
 from mca_models.megatron.platform._patch import EVERYWHERE, Patch
 from mca_models.megatron.types import Upstream
 

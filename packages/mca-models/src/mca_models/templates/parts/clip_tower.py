@@ -29,9 +29,15 @@ CLIP_SPELLINGS = (
 """Names of files with such a tower: those of transformers 4 have ``vision_model.`` in them."""
 
 
-def encoder_layers(vision: VisionValues, layers: int) -> Shapes:
-    """Return the encoder layers, which both towers share; ``layers`` is the default of their number."""
-    width, inner = vision.size("hidden_size", 768), vision.size("intermediate_size", 3072)
+def encoder_layers(vision: VisionValues, layers: int, width: int = 768) -> Shapes:
+    """Return the encoder layers, which both towers share.
+
+    Args:
+        vision: Configuration of the tower.
+        layers: Default of their number.
+        width: Default of the hidden size.
+    """
+    width, inner = vision.size("hidden_size", width), vision.size("intermediate_size", 3072)
     layer = {
         **norm("layer_norm1", width),
         **norm("layer_norm2", width),
@@ -71,6 +77,19 @@ def siglip_tower(vision: VisionValues) -> Shapes:
             if vision.flag("vision_use_head", True)
             else {}
         ),
+    }
+
+
+def siglip2_tower(vision: VisionValues) -> Shapes:
+    """Return the tensors of ``siglip2_vision_model``, which takes patches of images of any proportions."""
+    width, values = vision.size("hidden_size", 768), vision.size("patch_size", 16) ** 2
+    head = pooling_head(width, vision.size("intermediate_size", 3072))
+    return {
+        **linear("embeddings.patch_embedding", width, vision.size("num_channels", 3) * values),
+        "embeddings.position_embedding.weight": (vision.size("num_patches", 256), width),
+        **encoder_layers(vision, 12),
+        **norm("post_layernorm", width),
+        **(head if vision.flag("vision_use_head", True) else {}),
     }
 
 

@@ -34,6 +34,46 @@ class SavedTensor:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertSizes:
+    """Sizes of the MoE layers of a model, before sharding."""
+
+    experts: int
+    """Experts with weights."""
+    choices: int
+    """Router choices: experts, and identity experts, which receive no tokens."""
+    topk: int
+    """Choices of a token."""
+    hidden: int
+    """Input channels of a routed expert."""
+    inner: int
+    """Channels between the linear layers of a routed expert."""
+    shared: int
+    """Channels between the linear layers of the shared expert; 0: there is none."""
+    dense_mlp: bool
+    """The shared expert is the layer's MLP, in parallel to the routed experts and with separate norms."""
+    post_norm: bool
+    """The output of an MoE layer is normalized."""
+    shortcut: bool
+    """Layers form pairs: routed outputs of the first layer are added after the second."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentSizes:
+    """Sizes of attention whose queries, keys and values are projected up from latent vectors, before sharding."""
+
+    ranks: tuple[int, ...]
+    """Channels of the latent vectors."""
+    query: int
+    """Channels of a query or key head."""
+    value: int
+    """Channels of a value head."""
+    down: int
+    """Elements of the projections to latent vectors."""
+    per_head: int
+    """Elements of the other projections of a head."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerSizes:
     """Sizes of one micro-batch on one rank, in elements unless noted otherwise."""
 
@@ -53,10 +93,8 @@ class LayerSizes:
     layout: ParallelLayout
     frozen: bool
     """Base weights are frozen, as with an adapter."""
-    topk: int
-    experts: int
-    choices: int
-    """Number of router choices: experts and identity experts, which receive no tokens."""
+    moe: ExpertSizes | None
+    """Sizes of the MoE layers; None: there are none."""
     capacity: float | None
     """``moe_expert_capacity_factor``."""
     rms: bool
@@ -75,7 +113,7 @@ class LayerSizes:
     @property
     def experts_per_token(self) -> float:
         """Mean number of experts that a token is sent to."""
-        return self.topk * self.experts / max(self.choices, 1)
+        return 0.0 if self.moe is None else self.moe.topk * self.moe.experts / max(self.moe.choices, 1)
 
     @property
     def is_split(self) -> bool:
@@ -94,8 +132,8 @@ class LayerSizes:
             always = self.padded or worst
             here = here * self.capacity if always else min(here, here * self.capacity)
             return here * layout.etp
-        if worst:
-            here = self.split * min(self.topk, max(self.experts // layout.ep, 1)) * layout.ep
+        if worst and self.moe is not None:
+            here = self.split * min(self.moe.topk, max(self.moe.experts // layout.ep, 1)) * layout.ep
         return here * layout.etp
 
 

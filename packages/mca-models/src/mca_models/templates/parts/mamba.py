@@ -170,7 +170,7 @@ def saved_tensors(config: McaModelConfig, sizes: LayerSizes) -> list[SavedTensor
     groups = given(config.mamba).mamba_num_groups / tp
     states, local_states = max(groups, 1) * state, groups * state
     net = "mca_models/megatron/features/mamba.py: forward"
-    space = "mca_models/megatron/features/state_space.py: state_space"
+    space = "mca_models/megatron/features/mamba.py: state_space"
     projected = tokens * (inside + 4 * local_states + heads) * SINGLE if width == SINGLE else 0.0
     singles = 3 if given(config.mamba).mamba_norm == "none" else 5
     return [
@@ -185,6 +185,11 @@ def saved_tensors(config: McaModelConfig, sizes: LayerSizes) -> list[SavedTensor
         SavedTensor("decayed B and C", tokens * heads * 2 * state * SINGLE, space),
         SavedTensor("states", 2 * tokens / CHUNK * inside * state * SINGLE, space),
     ]
+
+
+def num_heads(config: McaModelConfig) -> int:
+    """Return the heads of a Mamba layer; 0: the model has none."""
+    return 0 if config.mamba is None else config.mamba.mamba_num_heads
 
 
 def _weights(config: McaModelConfig, sizes: LayerSizes) -> float:

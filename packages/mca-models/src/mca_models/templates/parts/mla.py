@@ -11,7 +11,7 @@ from mca_models.templates.config_table import (
 )
 from mca_models.templates.lens import Lens
 from mca_models.templates.parts.common import ATTN, dense_mlp, embedding, head, inner
-from mca_models.templates.parts.layer_costs import SINGLE, LayerSizes, SavedTensor
+from mca_models.templates.parts.layer_costs import SINGLE, LatentSizes, LayerSizes, SavedTensor
 from mca_models.templates.parts.moe import (
     SCALED,
     expert_fields,
@@ -110,6 +110,24 @@ def mla_dense_params(config: McaModelConfig) -> list[Param]:
 
 MLA = Lens(derive_mla, write_groups)
 SIGMOID_MLA = Lens(derive_sigmoid_mla, write_groups)
+
+
+def latent_sizes(config: McaModelConfig) -> LatentSizes | None:
+    """Return the sizes of MLA; None: the model has other attention."""
+    mla = config.mla
+    if mla is None:
+        return None
+    query = mla.qk_head_dim + mla.qk_pos_emb_head_dim
+    up = (mla.q_lora_rank or config.hidden_size) * query + mla.kv_lora_rank * (
+        mla.qk_head_dim + mla.v_head_dim
+    )
+    return LatentSizes(
+        ranks=tuple(rank for rank in (mla.q_lora_rank, mla.kv_lora_rank) if rank),
+        query=query,
+        value=mla.v_head_dim,
+        down=config.hidden_size * ((mla.q_lora_rank or 0) + mla.kv_lora_rank + mla.qk_pos_emb_head_dim),
+        per_head=up + mla.v_head_dim * config.hidden_size,
+    )
 
 
 def saved_core(config: McaModelConfig, sizes: LayerSizes) -> list[SavedTensor]:

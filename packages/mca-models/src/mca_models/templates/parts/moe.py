@@ -25,6 +25,7 @@ from mca_models.templates.parts.common import (
     norms_around_mlp,
     up,
 )
+from mca_models.templates.parts.layer_costs import ExpertSizes
 from mca_models.templates.parts.mtp import mtp_params
 from mca_models.templates.parts.names import FUSED, HF, MoeNames
 from mca_models.templates.parts.sliding_window import write_window
@@ -83,12 +84,33 @@ def require_sigmoid_routing(hf: HfConfig) -> None:
         )
 
 
+def expert_sizes(config: McaModelConfig) -> ExpertSizes | None:
+    """Return the sizes of the MoE layers; None: the model has none."""
+    moe = config.moe
+    if moe is None:
+        return None
+    return ExpertSizes(
+        experts=moe.num_moe_experts,
+        choices=moe.num_router_choices,
+        topk=moe.moe_router_topk,
+        hidden=moe.moe_latent_size or config.hidden_size,
+        inner=moe.moe_ffn_hidden_size or config.mlp.ffn_hidden_size,
+        shared=moe.moe_shared_expert_intermediate_size or 0,
+        dense_mlp=moe.moe_parallel_dense_mlp,
+        post_norm=moe.moe_post_norm,
+        shortcut=moe.moe_shortcut,
+    )
+
+
 def router(config: McaModelConfig, names: MoeNames) -> list[Param]:
     """The norms around an expert layer, its router, and the bias that only chooses experts."""
     weight, bias = names.router, names.router_bias
     if config.extra.get("fused_experts"):
         weight, bias = names.loaded(weight), names.loaded(bias)
     before, after = norms_around_mlp(config, "pre_mlp_layernorm.weight")
+    if given(config.moe).moe_post_norm:
+        output = names.loaded(names.post_norm) if config.extra.get("fused_experts") else names.post_norm
+        after = [inner("mlp.post_layernorm.weight", output)]
     rules = [*before, inner("mlp.router.weight", weight)]
     if given(config.moe).moe_router_enable_expert_bias:
         rules.append(inner("mlp.router.expert_bias", bias, hf_layout=names.bias_layout, keep_fp32=True))

@@ -30,6 +30,7 @@ class MoeNames:
     up: str = "up_proj.weight"
     down: str = "down_proj.weight"
     shared: str = "mlp.shared_experts."
+    post_norm: str = "post_mlp_layernorm.weight"
     shared_gate: str = "mlp.shared_expert_gate.weight"
     in_memory: tuple[tuple[str, str], ...] = (("block_sparse_moe.", "mlp."),)
     """Names in transformers' modules (5.x) that differ from the checkpoint's."""

@@ -35,16 +35,25 @@ ImageTokenKind = Literal[
     "pooled",
     "tile_breaks",
     "named_tiles",
+    "joined_tiles",
+    "row_column_tiles",
+    "thumbnail_tiles",
+    "word_marks",
 ]
 """Division of an image into tokens: a grid of merged patches, the same of an image that is padded at its ends; tiles of
 equally many tokens, the same in rows with marks between them (``tile_rows``), each before a mark (``tile_breaks``), or
 behind its number (``named_tiles``); lines with a mark after each; a fixed number of tokens, with Gemma 3's marks around
-them (``fixed``) or alone (``plain``); or a grid of pooled patches between Gemma 4's marks (``pooled``)."""
+them (``fixed``) or alone (``plain``); a grid of pooled patches between Gemma 4's marks (``pooled``); tiles whose
+features are joined without their padding (``joined_tiles``); tiles behind their row and column
+(``row_column_tiles``); the same before the whole image in its own proportions (``thumbnail_tiles``);
+or the whole image before its tiles, with marks between them that have features too (``word_marks``)."""
 
-VideoTokenKind = Literal["together", "timestamps", "second_after", "seconds_after", "minutes", "numbered"]
-"""Frames of a video one after the other; each between marks behind its time in words (``timestamps``), its minutes and
-seconds (``minutes``) or its number (``numbered``), or in front of its whole second (``second_after``) or its seconds
-(``seconds_after``), as an image."""
+VideoTokenKind = Literal[
+    "together", "timestamps", "second_after", "seconds_after", "minutes", "numbered", "pooled"
+]
+"""Frames of a video one after the other, or so with a feature at the end (``pooled``); each between marks behind its
+time in words (``timestamps``), its minutes and seconds (``minutes``) or its number (``numbered``), or in front of its
+whole second (``second_after``) or its seconds (``seconds_after``), as an image."""
 
 _TEXT, _HEAD = "model.", "lm_head."
 _KEYS = (
@@ -57,7 +66,9 @@ _KEYS = (
     *("downsample_factor", "alignment_intermediate_size", "adapter_layer_norm_eps"),
     *("audio_config", "audio_token_id", "audio_token_index"),
     *("audio_start_token_id", "audio_end_token_id", "position_id_per_seconds", "seconds_per_chunk"),
-    *("user_token_id", "projector_bias"),
+    "user_token_id",
+    *("image_grid_pinpoints", "vision_aspect_ratio", "scale_factor"),
+    *("projector_bias", "projector_use_layernorm", "visual_indicator_token_ids"),
     *("boi_token_id", "eoi_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index"),
 )
 _ROPES = ("rope_parameters", "rope_scaling")
@@ -188,11 +199,14 @@ class VideoRules:
         fps: Frames per second, where neither the run nor the checkpoint gives a number.
         pixels: Fewest and most pixels of a frame, also where the checkpoint's video processor has others.
         exact: Time positions are not rounded down.
+        sound: Order of the tokens of a video and its sound: ``chunks`` of ``seconds_per_chunk``, first those of the
+            frames, with the marks around both at one position; or by ``time``.
     """
 
     fps: float
     pixels: tuple[int, int]
     exact: bool = False
+    sound: Literal["chunks", "time"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,6 +223,10 @@ class VisionModel:
         tokens_per_second: Time positions of a second of video if ``vision_config`` does not say; None: a frame is one.
         video_rules: Rules for videos; None: those of the video processor, and time by the rate of the found frames.
         tokens_per_image: Features of an image, or of a tile, where all have the same number.
+        tokens_of_size: Features of an image by its height and width, which the tower gets as ``image_sizes``, or as
+            ``spatial_shapes`` in patches.
+        tokens_together: Features of an image that is not the only one of its sequence, where these are others.
+        tokens_per_frame: Features of a frame of a video, behind whose last one is another.
         reach: Largest number of later tokens that an image token attends to; 0: attention is causal.
         windowed: Only layers with a sliding window have bidirectional attention inside images.
         audio: The audio tower; None: there is none.
@@ -225,23 +243,36 @@ class VisionModel:
     tokens_per_second: float | None = None
     video_rules: VideoRules | None = None
     tokens_per_image: Callable[[McaModelConfig], int] | None = None
+    tokens_of_size: Callable[[McaModelConfig, int, int], int] | None = None
+    tokens_together: Callable[[McaModelConfig], int] | None = None
+    tokens_per_frame: Callable[[McaModelConfig], int] | None = None
     reach: Callable[[McaModelConfig], int] = lambda config: 0
     windowed: bool = False
     audio: AudioTower | None = None
     fused_qkv: bool = False
 
     def component(self, name: str, config: McaModelConfig) -> str:
-        """Return the component of a vision model's ``name``: ``vision``, ``projector``, or ``unused``.
+        """Return the component of a tower's ``name``: ``vision``, ``audio``, ``projector``, or ``unused``."""
+        return "unused" if name.startswith(self.unused(config)) else self.owner(name)
 
-        An audio tower counts as ``vision``.
-        """
-        if name.startswith(self.unused(config)):
-            return "unused"
-        return "projector" if name.startswith(self.projector) else "vision"
+    def owner(self, name: str) -> str:
+        """Return the part with the tensor ``name``, used or not: ``vision``, ``audio`` or ``projector``."""
+        if name.startswith(self.projector):
+            return "projector"
+        return "audio" if self.audio is not None and name.startswith(self.audio.names) else "vision"
+
+    def parts(self, config: McaModelConfig) -> frozenset[str]:
+        """Return the parts with tensors that are used: of ``vision``, ``audio`` and ``projector``."""
+        return frozenset(self.component(name, config) for name in self.tensors(config)) - {"unused"}
 
     def spelling(self, config: McaModelConfig) -> Spelling:
         """Return the spelling of the checkpoint of ``config``; the published one by default."""
         return self.spellings[config.extra.get(SPELLING, 0)]
+
+    @property
+    def text_module(self) -> str:
+        """Return the name of the text model in transformers' class."""
+        return next(part for part in self.spellings[-1].text.split(".") if part.endswith("_model"))
 
     def params(self, config: McaModelConfig) -> list[Param]:
         """Every parameter of the vision model: whole on each tensor rank of the first stage."""
@@ -285,6 +316,7 @@ class NestedTextConfig:
         deepstack: Number of decoder layers that get features, by the vision model's configuration.
         defaults: Default values of the keys outside of ``vision_config``.
         towers: Keys of the towers' configurations.
+        repeated: Keys of the text model that are at the top too, with the same values.
     """
 
     text_model_type: str
@@ -294,6 +326,7 @@ class NestedTextConfig:
     deepstack: Callable[[JsonObject], int] = lambda vision: 0
     defaults: Values = field(default_factory=dict)
     towers: tuple[str, ...] = ("vision_config",)
+    repeated: tuple[str, ...] = ()
 
     def text_config(self, hf: HfConfig) -> HfConfig:
         """Return the keys that describe the text model."""
@@ -317,6 +350,7 @@ class NestedTextConfig:
         """Return the fields of ``McaModelConfig`` that the text keys do not give."""
         vision = {**self.defaults, **{key: hf[key] for key in _KEYS if key in hf}}
         vision |= {key: as_object(hf, key) for key in self.towers}
+        self._require_equal(hf)
         sections, turns = self._sections(hf) if self.rope else (None, False)
         return {
             "text_model_type": self.text_model_type,
@@ -325,6 +359,14 @@ class NestedTextConfig:
             "mrope_interleaved": turns,
             "deepstack_layers": self.deepstack(vision.get("vision_config", {})),
         }
+
+    def _require_equal(self, hf: HfConfig) -> None:
+        text = hf.get("text_config") or {}
+        for key in self.repeated:
+            if key in hf and key in text and hf[key] != text[key]:
+                raise HfConfigError(
+                    f"config.json: '{key}' is {hf[key]!r:.80}, but {text[key]!r:.80} in text_config; they must be equal"
+                )
 
     def _sections(self, hf: HfConfig) -> tuple[tuple[int, ...], bool]:
         """Return RoPE sections; whether they interleave follows from the family alone, as in transformers."""
@@ -344,13 +386,15 @@ class NestedTextConfig:
         """Return ``hf`` with ``changes`` to its text keys."""
         if "text_config" not in hf:
             return {**hf, **changes}
-        return {**hf, "text_config": {**hf["text_config"], **changes}}
+        both = {key: changes[key] for key in self.repeated if key in changes and key in hf}
+        return {**hf, **both, "text_config": {**hf["text_config"], **changes}}
 
     def compose(self, text: HfConfig, config: McaModelConfig) -> HfConfig:
         """Compose the file for ``config`` from the keys ``text`` of its text model."""
         inside = {**text, "model_type": self.text_model_type}
         kept = () if self.text_ties == "alone" else ("tie_word_embeddings",)
         top = {key: inside.pop(key) for key in ("architectures", "dtype", *kept)}
+        top |= {key: inside[key] for key in self.repeated}
         if config.mrope is not None:
             sections = {
                 "mrope_section": list(config.mrope.mrope_section),

@@ -4,7 +4,7 @@ A value of another type raises an error that names its key.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mca_config.errors import McaError
@@ -42,6 +42,12 @@ class VisionValues:
         wanted = f"a whole number from 1 to {_LARGEST}, or two in a list"
         value = self._value(key, default, lambda value: _is_size(value) or _are_two_sizes(value), wanted)
         return (value, value) if isinstance(value, int) else (value[0], value[1])
+
+    def pairs(self, key: str, default: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Return heights and widths in a list."""
+        wanted = f"a list of pairs of whole numbers from 1 to {_LARGEST}"
+        pairs = self._value(key, list(default), _are_pairs, wanted)
+        return [(int(height), int(width)) for height, width in pairs]
 
     def factor(self, key: str, default: float) -> float:
         """Return a factor of a size."""
@@ -114,6 +120,10 @@ def _is_size(value: Typed, most: int = _LARGEST) -> bool:
 
 def _are_two_sizes(value: Typed) -> bool:
     return isinstance(value, list | tuple) and len(value) == 2 and all(map(_is_size, value))
+
+
+def _are_pairs(value: Typed) -> bool:
+    return isinstance(value, list | tuple) and bool(value) and all(map(_are_two_sizes, value))
 
 
 def _is_factor(value: Typed) -> bool:

@@ -8,6 +8,7 @@ from verl.utils.fsdp_utils import replace_lora_wrapper
 
 from mca_config.errors import McaError
 from mca_config.types import JsonObject
+from mca_train.config.model import peft_task
 from mca_train.types import Upstream, VirtualModels
 
 
@@ -30,7 +31,7 @@ def with_adapter(models: VirtualModels, config: Upstream, seed: int) -> VirtualM
         models,
         {
             "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
+            "task_type": peft_task(models.config),
             "r": config.lora_rank,
             "lora_alpha": config.lora_alpha,
             "target_modules": modules if isinstance(modules, str) else list(modules),

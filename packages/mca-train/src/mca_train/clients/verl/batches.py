@@ -151,13 +151,32 @@ def nested_values(output: Tensor, batch: VerlMicroBatch) -> dict[str, Tensor]:
     """Return verl's ``model_output``: nested values of each token of the sequences, on every context-parallel rank.
 
     A token has the log-probability of the token that follows it, and the entropy of that token's distribution. The last
-    token of a sequence has log-probability 0. Gradients go to the tokens of this context-parallel rank only.
+    token of a sequence has log-probability 0.
 
     Args:
         output: ``[rows, tokens]`` log-probabilities of this rank, or ``[2, rows, tokens]`` with entropies.
         batch: The micro-batch.
     """
-    values = output if output.dim() == 3 else output[None]
+    flat, offsets = flat_outputs(output if output.dim() == 3 else output[None], batch)
+    ends = torch.zeros(len(flat), dtype=torch.bool, device=flat.device)
+    ends[offsets[1:] - 1] = True  # no token follows the last
+    log_probs = flat[:, 0].masked_fill(ends, 0)
+    nested = {"log_probs": torch.nested.nested_tensor_from_jagged(log_probs, offsets)}
+    if flat.shape[1] > 1:
+        nested["entropy"] = torch.nested.nested_tensor_from_jagged(flat[:, 1], offsets)
+    return nested
+
+
+def flat_outputs(values: Tensor, batch: VerlMicroBatch) -> tuple[Tensor, Tensor]:
+    """Return the values of all tokens, ``[tokens, kinds]``, and where each sequence begins and the last one ends.
+
+    Every context-parallel rank gets all tokens. Gradients go to the tokens of this rank only.
+
+    Args:
+        values: ``[kinds, rows, tokens]`` of this rank.
+        batch: The micro-batch.
+    """
+    offsets = batch.data["input_ids"].offsets().to(values.device)
     lengths = batch.data["input_ids"].offsets().diff().tolist()
     group = parallel.context_group()
     parts = gathered(values.detach(), group)
@@ -172,12 +191,4 @@ def nested_values(output: Tensor, batch: VerlMicroBatch) -> dict[str, Tensor]:
         sequences = [
             tokens[:length, 0] for tokens, length in zip(ordered[: len(lengths)], lengths, strict=True)
         ]
-    offsets = batch.data["input_ids"].offsets().to(output.device)
-    log_probs = torch.cat(
-        [torch.nn.functional.pad(each[:-1, 0], (0, 1)) for each in sequences]  # no token follows the last
-    )
-    found = {"log_probs": torch.nested.nested_tensor_from_jagged(log_probs, offsets)}
-    if len(values) > 1:
-        entropy = torch.cat([each[:, 1] for each in sequences])
-        found["entropy"] = torch.nested.nested_tensor_from_jagged(entropy, offsets)
-    return found
+    return torch.cat(sequences), offsets

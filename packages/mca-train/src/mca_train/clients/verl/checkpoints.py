@@ -17,6 +17,7 @@ from mca_train.checkpoint.model import ModelWriter, load_weights, saved_weights
 from mca_train.checkpoint.training_state import TrainingState
 from mca_train.checkpoint.writer import CheckpointWriter, WriteStage, name_errors
 from mca_train.engine.engine import Engine
+from mca_train.engine.rng import has_dropout
 from mca_train.groups import Ranks
 from mca_train.types import PreTrainedTokenizerBase, TrainingArguments, Upstream, VirtualModels
 
@@ -125,4 +126,4 @@ class VerlCheckpoints:
             if resumes:
                 self._training.load(path, saved_weights(self._models, path))
             if resumes and self._kept.should_load_extra:
-                self._training.load_rng(path)
+                self._training.load_rng(path, drops=has_dropout(self._models))

@@ -11,6 +11,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from verl.utils import tensordict_utils
+from verl.utils.device import get_torch_device
 from verl.workers.engine import BaseEngine, EngineRegistry
 from verl.workers.engine.base import BaseEngineCtx
 from verl.workers.engine.utils import detach_tree, postprocess_batch_func, prepare_micro_batches
@@ -30,12 +31,13 @@ from mca_train.clients.verl.batches import (
 from mca_train.clients.verl.checkpoints import VerlCheckpoints
 from mca_train.clients.verl.delta import Shard, WeightDelta
 from mca_train.clients.verl.engine_config import McaEngineConfig
+from mca_train.clients.verl.offload import EngineOffload
 from mca_train.engine.engine import Engine
 from mca_train.engine.param_groups import select_trained_parts
 from mca_train.engine.pipeline import Pipeline
 from mca_train.engine.rng import seed_dropout
 from mca_train.losses.chunked import chunk_losses
-from mca_train.types import Upstream, VirtualModels
+from mca_train.types import MegatronOptimizer, Upstream, VirtualModels
 
 T = TypeVar("T")
 LossFunction = Callable[..., tuple[Tensor, dict[str, Upstream]]]
@@ -51,6 +53,9 @@ class McaEngine(BaseEngine):  # type: ignore[misc]
         optimizer_config: verl's configuration of Megatron's optimizer (``optim=megatron``).
         checkpoint_config: Contents of checkpoints.
     """
+
+    _wants_logits = False
+    """The pipeline returns the head's output instead of values computed from it."""
 
     def __init__(
         self,
@@ -78,15 +83,24 @@ class McaEngine(BaseEngine):  # type: ignore[misc]
         self._loss_function: LossFunction | None = None
         self._outputs: list[dict[str, Upstream]] = []
         self._delta: WeightDelta | None = None
+        self._offload: EngineOffload | None = None
 
     def initialize(self) -> None:
         """Load the model, and build optimizer and learning-rate schedule if it is trained; collective."""
-        from mca_models import AutoModel
+        self._build()
+        assert self._pipeline is not None
+        optimizer = self._engine.optimizer if self._trains else None
+        self._offload = EngineOffload(self._pipeline, optimizer, get_torch_device())
+        self._return_to_host()
 
+    def _return_to_host(self) -> None:
+        """Offload what verl's configuration says."""
+        params = self.is_param_offload_enabled
+        self.to("cpu", model=params, optimizer=self.is_optimizer_offload_enabled, grad=params)
+
+    def _build(self) -> None:
         args = self.args
-        self._base = AutoModel.from_pretrained(
-            self.model_config.local_path, args, dtype=self.engine_config.dtype, seed=args.seed
-        )
+        self._base = self._load()
         models = with_adapter(self._base, self.model_config, args.seed)
         seed_dropout(models, args.seed)
         self._models, self._delta = models, None
@@ -98,10 +112,16 @@ class McaEngine(BaseEngine):  # type: ignore[misc]
             replays=self.engine_config.router_replay.mode == "R3",
         )
         if not self._trains:
-            self._pipeline = Pipeline(list(models.chunks), self._loss)
+            self._pipeline = Pipeline(list(models.chunks), self._loss, wants_logits=self._wants_logits)
             return
         select_trained_parts(models, args)
-        self._pipeline = Engine(list(models.chunks), args, self._loss, num_items=self._num_items)
+        self._pipeline = Engine(
+            list(models.chunks),
+            args,
+            self._loss,
+            wants_logits=self._wants_logits,
+            num_items=self._num_items,
+        )
         self._schedule = self._new_schedule()
         self._checkpoints = VerlCheckpoints(
             models,
@@ -111,6 +131,14 @@ class McaEngine(BaseEngine):  # type: ignore[misc]
             self.ranks,
             self.checkpoint_config,
             self.model_config.get_processor(),
+        )
+
+    def _load(self) -> VirtualModels:
+        """Return the model without an adapter; collective."""
+        from mca_models import AutoModel
+
+        return AutoModel.from_pretrained(
+            self.model_config.local_path, self.args, dtype=self.engine_config.dtype, seed=self.args.seed
         )
 
     def _new_schedule(self) -> Upstream:
@@ -138,14 +166,23 @@ class McaEngine(BaseEngine):  # type: ignore[misc]
         return self._pipeline
 
     @property
+    def optimizer(self) -> MegatronOptimizer:
+        """Return Megatron's optimizer.
+
+        Raises:
+            McaError: The model is not trained.
+        """
+        return self._engine.optimizer
+
+    @property
     def is_param_offload_enabled(self) -> bool:
-        """Return False: parameters stay on the device."""
-        return False
+        """Return whether parameters and gradients are in host memory while they are not used."""
+        return bool(self.engine_config.param_offload)
 
     @property
     def is_optimizer_offload_enabled(self) -> bool:
-        """Return False: verl does not move the optimizer."""
-        return False
+        """Return whether optimizer states are in host memory while they are not used."""
+        return bool(self.engine_config.optimizer_offload and self._trains)
 
     def train_mode(self, **options: Upstream) -> BaseEngineCtx:
         """Return a context in which the model trains."""
@@ -157,12 +194,14 @@ class McaEngine(BaseEngine):  # type: ignore[misc]
 
     def optimizer_zero_grad(self) -> None:
         """Set all gradients to zero."""
+        self._reload(grad=True)
         for chunk in self._engine.chunks:
             chunk.zero_grad_buffer()
         self._engine.optimizer.zero_grad()
 
     def optimizer_step(self) -> float:
         """Clip the gradients, update the parameters, and return the gradients' norm before clipping."""
+        self._reload(model=True, optimizer=True, grad=True)
         result = self._engine.optimizer_step()
         return float("nan") if result.grad_norm is None else result.grad_norm
 
@@ -186,17 +225,10 @@ class McaEngine(BaseEngine):  # type: ignore[misc]
         Returns:
             On the last pipeline stage ``model_output``, ``loss`` of each micro-batch and ``metrics``; else empty.
         """
-        values = token_values(data)
+        self._reload(model=True, grad=not forward_only)
+        self._prepare_output(data)
         micro_batches, indices = self._split(data)
         batch = step_batch(micro_batches, self._collator, self.ranks)
-        models = self.models
-        chunk_losses(
-            models.chunks,
-            self.args.loss_chunk_size,
-            wants_logits=False,
-            values=values,
-            vocab_size=models.config.vocab_size,
-        )
         self._loss_function, self._outputs = loss_function, []
         if forward_only:
             assert self._pipeline is not None
@@ -209,6 +241,21 @@ class McaEngine(BaseEngine):  # type: ignore[misc]
             return {}
         result: dict[str, Upstream] = postprocess_batch_func(output_lst=outputs, indices=indices, data=data)
         return result
+
+    def _prepare_output(self, data: TensorDict) -> None:
+        """Make the model compute what verl asks for in ``data``."""
+        models = self.models
+        chunk_losses(
+            models.chunks,
+            self.args.loss_chunk_size,
+            wants_logits=False,
+            values=token_values(data),
+            vocab_size=models.config.vocab_size,
+        )
+
+    def _model_output(self, output: Tensor, batch: VerlMicroBatch) -> dict[str, Tensor]:
+        """Return verl's ``model_output`` for the model's ``output``."""
+        return nested_values(output, batch)
 
     def _split(self, data: TensorDict) -> tuple[list[TensorDict], Upstream]:
         """Return verl's micro-batches, and the order of samples in them; all replicas have the same number."""
@@ -237,7 +284,7 @@ class McaEngine(BaseEngine):  # type: ignore[misc]
 
         Dividing by the sum over replicas gives the mean of their gradients, as verl's losses expect.
         """
-        model_output = nested_values(output, batch)
+        model_output = self._model_output(output, batch)
         metrics: dict[str, Upstream] = {}
         loss = output.new_zeros(())
         if self._loss_function is not None:
@@ -322,6 +369,7 @@ class McaEngine(BaseEngine):  # type: ignore[misc]
     def prime_delta_snapshots(self) -> None:
         """Keep the current weights as the base of the next delta; collective."""
         assert self._pipeline is not None
+        self._reload(model=True)
         self._delta = self._new_delta()
         with self._pipeline.params_gathered():
             self._delta.prime(pin=self.ranks.device.type == "cuda" and self.delta_pin_snapshots)
@@ -347,6 +395,7 @@ class McaEngine(BaseEngine):  # type: ignore[misc]
     def _gathered(self, export: Callable[[], Iterator[T]]) -> Iterator[T]:
         """Yield from ``export`` while all parameters are gathered."""
         assert self._pipeline is not None
+        self._reload(model=True)
         with self._pipeline.params_gathered():
             yield from export()
 
@@ -367,7 +416,9 @@ class McaEngine(BaseEngine):  # type: ignore[misc]
             max_ckpt_to_keep: Number of this engine's checkpoints to keep; None: all.
         """
         self._require_trained("save_checkpoint")
-        self._checkpoints.save(Path(local_path), max_ckpt_to_keep)
+        assert self._offload is not None
+        with self._offload.reloaded():
+            self._checkpoints.save(Path(local_path), max_ckpt_to_keep)
 
     def load_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = True, **_: Upstream
@@ -380,20 +431,37 @@ class McaEngine(BaseEngine):  # type: ignore[misc]
             del_local_after_load: Not used: mca makes no local copy.
         """
         self._require_trained("load_checkpoint")
-        self._checkpoints.load(Path(local_path))
+        assert self._offload is not None
+        with self._offload.reloaded():
+            self._checkpoints.load(Path(local_path))
 
     def _require_trained(self, method: str) -> None:
         if not isinstance(self._pipeline, Engine):
             raise McaError(f"{method} needs an engine that trains; set engine.forward_only to false")
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
-        """Accept the device that the model is on.
+        """Move model, optimizer states and gradients to host memory (``cpu``) or back to the device.
+
+        What is in host memory is also moved back when it is used. On a machine without a GPU it is a second place in
+        the same memory.
 
         Raises:
-            McaError: Something would have to be moved.
+            McaError: The device is neither the host nor the one that the model was built on.
         """
-        if (model or optimizer or grad) and device != self.ranks.device.type:
-            raise McaError(f"the engine mca cannot move the model to {device}; set param_offload to false")
+        if device not in ("cpu", self.ranks.device.type):
+            raise McaError(
+                f"the model is on {self.ranks.device.type}; it moves to cpu and back, not to {device}"
+            )
+        if self._offload is None:
+            raise McaError("the engine has no model yet; call initialize() first")
+        if device == "cpu":
+            self._offload.offload(model=model, optimizer=optimizer, grad=grad)
+        else:
+            self._reload(model=model, optimizer=optimizer, grad=grad)
+
+    def _reload(self, *, model: bool = False, optimizer: bool = False, grad: bool = False) -> None:
+        if self._offload is not None:
+            self._offload.reload(model=model, optimizer=optimizer, grad=grad)
 
 
 class _Mode(BaseEngineCtx):  # type: ignore[misc]

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, fields
 
-from verl.workers.config import ActorConfig, EngineConfig
+from verl.workers.config import ActorConfig, CriticConfig, EngineConfig
 
 from mca_config.arguments.distributing import LAYOUT_FIELDS
 from mca_config.errors import McaError
@@ -48,12 +48,10 @@ class McaEngineConfig(EngineConfig):  # type: ignore[misc]
             raise McaError(f"engine.strategy is {self.strategy!r}; McaEngineConfig is for 'mca'")
         if self.dtype not in DTYPES:
             raise McaError(f"engine.dtype is {self.dtype!r}; expected one of {', '.join(DTYPES)}")
-        for name in ("param_offload", "optimizer_offload"):
-            if getattr(self, name):
-                raise McaError(
-                    f"engine.{name} is not supported by mca; set it to false (arguments.optimizer_cpu_offload keeps "
-                    "optimizer states in host memory)"
-                )
+        if self.param_offload and self.arguments.get("fp8_param"):
+            raise McaError(
+                "engine.param_offload is not supported with arguments.fp8_param; set one of them to false"
+            )
         if self.full_determinism:
             raise McaError(
                 "engine.full_determinism is not supported by mca; set it to false, and "
@@ -64,6 +62,11 @@ class McaEngineConfig(EngineConfig):  # type: ignore[misc]
                 f"engine.router_replay.mode is {self.router_replay.mode!r}, which mca does not support; set it to R3, "
                 "with rollout.enable_rollout_routing_replay, or to disabled"
             )
+        for name in ("record_file", "replay_file"):
+            if getattr(self.router_replay, name) is not None:
+                raise McaError(
+                    f"engine.router_replay.{name} is not supported by mca; remove it (the experts come with the batch)"
+                )
         own = {each.name for each in fields(self)}
         if twice := sorted(own & set(self.arguments)):
             raise McaError(f"engine.arguments has {', '.join(twice)}; set engine.{twice[0]} instead")
@@ -86,3 +89,16 @@ class McaActorConfig(ActorConfig):  # type: ignore[misc]
     strategy: str = "mca"
     engine: McaEngineConfig = field(default_factory=McaEngineConfig)
     use_rollout_log_probs: bool = False
+
+
+@dataclass
+class McaCriticConfig(CriticConfig):  # type: ignore[misc]
+    """Critic of verl's PPO trainer on the engine mca.
+
+    Args:
+        strategy: ``mca``.
+        engine: The engine's configuration.
+    """
+
+    strategy: str = "mca"
+    engine: McaEngineConfig = field(default_factory=McaEngineConfig)

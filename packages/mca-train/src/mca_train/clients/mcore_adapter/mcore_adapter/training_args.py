@@ -7,7 +7,8 @@ from mca_config import training
 from mca_config.arguments import DistributingParallelArguments
 from mca_models.megatron import platform
 
-from .stages import reject_other_stages
+from .model_types import accept_model_types
+from .other_trainers import reject_other_trainers
 
 __all__ = ["DistributingParallelArguments", "Seq2SeqTrainingArguments", "TrainingArguments"]
 
@@ -24,7 +25,8 @@ class TrainingArguments(training.TrainingArguments):
     )
 
     def __post_init__(self) -> None:
-        reject_other_stages()
+        reject_other_trainers()
+        accept_model_types()
         if self.distributed_timeout_minutes is not None:
             self.ddp_timeout = self.distributed_timeout_minutes * 60
         ratio = getattr(self, "warmup_ratio", None)  # transformers 5.6 still has it

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from mca_config.types import Values
-from mca_train.losses.dpo_loss_types import LossType
+from mca_train.losses.options import LossType
 from mca_train.losses.preference import PreferenceLoss
 
 

@@ -60,7 +60,17 @@ class MegatronLRScheduler:
 def get_megatron_lr_scheduler(
     args: TrainingArguments, num_training_steps: int, optimizer: MegatronOptimizer
 ) -> MegatronLRScheduler:
-    """Return the schedule of ``lr_scheduler_type`` over the optimizer steps of a run."""
+    """Return the schedule of ``lr_scheduler_type`` over the optimizer steps of a run.
+
+    Raises:
+        McaError: ROLL could not save the optimizer, which it would notice at the first checkpoint.
+    """
+    if not args.use_distributed_optimizer and not args.save_only_model:
+        raise McaError(
+            "use_distributed_optimizer: false is not supported with ROLL, which would fail at its first checkpoint: it "
+            "calls get_data_modulo_expert_parallel_rank, which megatron-core has removed; set "
+            "use_distributed_optimizer or save_only_model to true"
+        )
     return MegatronLRScheduler(args, num_training_steps, optimizer)
 
 

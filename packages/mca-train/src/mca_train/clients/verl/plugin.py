@@ -1,0 +1,21 @@
+"""Entry point ``verl.plugins``: registers the engine mca when verl is imported.
+
+verl logs a plugin that cannot be imported at level debug, and later knows no engine ``mca``. This module says why.
+"""
+
+import logging
+
+try:
+    from mca_train.clients.verl import engine as _engine
+    from mca_train.clients.verl import value_engine as _value_engine
+except Exception as error:
+    logging.getLogger(__name__).warning(
+        "verl cannot use the engine mca: %s: %s. Install a version of verl that docs/verl.md names, or set "
+        "VERL_USE_EXTERNAL_PLUGINS=none to leave mca out",
+        type(error).__name__,
+        error,
+        exc_info=logging.getLogger("verl").isEnabledFor(logging.DEBUG),
+    )
+    raise
+
+__all__ = ["_engine", "_value_engine"]

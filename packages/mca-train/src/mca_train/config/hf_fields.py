@@ -1,0 +1,59 @@
+"""The fields of Hugging Face's ``TrainingArguments``, read from its source without an import of transformers."""
+
+import ast
+import dataclasses
+import enum
+import typing
+from collections.abc import Iterator
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+_CLASS, _WORDS = "TrainingArguments", "ExplicitEnum"
+_FILES = ("debug_utils.py", "trainer_utils.py", "training_args.py")
+
+
+class Choice(str, enum.Enum):  # noqa: UP042  (as transformers.utils.ExplicitEnum)
+    """Base of the enumerations, whose members equal their values."""
+
+
+@cache
+def hf_fields() -> type:
+    """Return a dataclass with the fields of Hugging Face's ``TrainingArguments``: names, types, defaults, help texts.
+
+    They are read from the source of the installed transformers, with the enumerations of their choices: its import
+    takes seconds, ``--help`` 0.2 s.
+
+    If the source cannot be read in this way, return the class itself.
+    """
+    try:
+        return read_hf_fields()
+    except Exception:  # the source of another version may differ in any way
+        from mca_config.training import TrainingArguments
+
+        return TrainingArguments
+
+
+def read_hf_fields() -> type:
+    """Return that dataclass from the source; any error means that the source is of another form."""
+    found = find_spec("transformers")
+    assert found is not None and found.origin is not None
+    texts = [Path(found.origin).with_name(name).read_text(encoding="utf-8") for name in _FILES]
+    classes = [node for text in texts for node in ast.parse(text).body if isinstance(node, ast.ClassDef)]
+    kept = [node for node in classes if node.name == _CLASS or _WORDS in map(ast.unparse, node.bases)]
+    for node in kept:
+        node.body = [each for part in node.body for each in _fields_and_constants(part)]
+        node.decorator_list = []
+    known = {_WORDS: Choice, "field": dataclasses.field, "Any": object, "Literal": typing.Literal}
+    known |= {"ParallelismConfig": object, "trainer_log_levels": {}}
+    exec(compile(ast.Module([*kept], []), str(found.origin), "exec"), known)
+    return dataclasses.dataclass(typing.cast(type, known[_CLASS]))
+
+
+def _fields_and_constants(node: ast.stmt) -> Iterator[ast.stmt]:
+    """Yield the fields and constants of a class; all values of a constant that depends on the machine."""
+    if isinstance(node, ast.AnnAssign):
+        yield node
+    elif isinstance(node, ast.Assign | ast.If):
+        inner = (each for each in ast.walk(node) if isinstance(each, ast.Assign))
+        yield from (each for each in inner if isinstance(each.value, ast.Constant))

@@ -1,0 +1,167 @@
+"""Reading of a run's configuration: the YAML file and the command line, as one `Settings`.
+
+`mca_train.run.rules` checks their combination.
+"""
+
+import contextlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from pathlib import Path
+
+from mca_config import yaml_text
+from mca_config.errors import UsageError
+from mca_config.types import JsonObject, Values
+from mca_train.config.arguments import LaunchArguments, LoraArguments
+from mca_train.config.early_arguments import early_arguments
+from mca_train.config.renamed_options import RENAMED
+from mca_train.config.run_config import Settings, build
+from mca_train.plan.options import PlanOptions
+from mca_train.tasks.table import other_task_keys
+from mca_train.tasks.task import Task
+
+_PLAN_FLAGS = {
+    flag.name: f"is a flag of mca-train plan (--{flag.name}), no key of a run; remove it"
+    for flag in fields(PlanOptions)
+}
+
+
+def load_values(config: Path | None, overrides: list[str]) -> tuple[JsonObject, str]:
+    """Return the file's values, overridden by the command line's, and the name of the two in an error."""
+    words = parse_overrides(overrides)
+    if config is None:
+        return words, "the command line"
+    return read_yaml(config) | words, f"{config}{' and the command line' if words else ''}"
+
+
+def read_yaml(path: Path) -> JsonObject:
+    """Return the mapping in ``path``.
+
+    Raises:
+        UsageError: The file is missing, cannot be read, is not YAML, or is not a mapping with string keys.
+    """
+    if path.is_dir():
+        raise UsageError(f"configuration file {path} is a directory; name a YAML file")
+    if not path.exists():
+        raise UsageError(f"configuration file {path} does not exist")
+    if not path.is_file():
+        raise UsageError(
+            f"configuration file {path} is a pipe or a device, but every rank reads it; name a file"
+        )
+    try:
+        data = yaml_text.parse_fields(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"configuration file {path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise UsageError(f"{path} is not valid YAML: {error}") from error
+    if data is None:
+        return {}
+    if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
+        raise UsageError(f"{path} must hold 'key: value' lines; its top level is {type(data).__name__}")
+    return data
+
+
+def parse_overrides(words: Sequence[str]) -> JsonObject:
+    """Parse ``--key value``, ``--key=value``, ``--flag`` and ``--list a b`` to a mapping, with underscores for dashes.
+
+    Raises:
+        UsageError: A word is not part of any ``--key``.
+    """
+    found: dict[str, list[str]] = {}
+    key = None
+    for word in words:
+        if word.startswith("--") and len(word) > 2:
+            name, equals, value = word[2:].partition("=")
+            key = name.replace("-", "_")
+            if key in found:
+                raise UsageError(f"--{key} is given twice")
+            found[key] = [value] if equals else []
+        elif key is None:
+            raise UsageError(f"unexpected argument '{word}'; overrides look like --key value")
+        else:
+            found[key].append(word)
+    return {key: _scalar(values) for key, values in found.items()}
+
+
+def _scalar(words: list[str]) -> object:
+    if not words:
+        return True
+    values = [_read(word) for word in words]
+    return values[0] if len(values) == 1 else values
+
+
+def _read(word: str) -> object:
+    """Parse ``word`` as YAML; return it unchanged if that fails (a path such as ``a: b`` or ``@x``)."""
+    if ": " in word:
+        return word
+    try:
+        return _mapping(word) if word.startswith("{") else yaml_text.parse_fields(word)
+    except ValueError:
+        return word
+
+
+def _mapping(word: str) -> object:
+    """Parse a mapping in braces, whose values have no declared type: ``1e-05``, as JSON writes it, is a number too."""
+    found = yaml_text.parse(word)
+    with contextlib.suppress(ValueError):
+        return json.loads(word)
+    return found
+
+
+def make_settings(
+    task: Task, values: Values, where: str, flags: Iterable[str] = (), *, early: bool = False
+) -> Settings:
+    """Convert ``values`` to the arguments of ``task``.
+
+    Args:
+        task: The kind of run.
+        values: Keys and values.
+        where: Origin of the values for error messages.
+        flags: Names of the command's flags that are not keys.
+        early: Import neither torch nor transformers (`early_arguments`).
+
+    Raises:
+        UsageError: Keys or values are wrong.
+    """
+    classes: list[type] = [task.data_arguments, LaunchArguments, LoraArguments]
+    training, data, launch, lora, *others = build(
+        [_training_class(early=early), *classes, *([task.task_arguments] if task.task_arguments else [])],
+        _without_backend(values) if early else _for_this_machine(values),
+        where=where,
+        otherwise=f"mca-train {task.name} --help lists the keys",
+        only=["output_dir"],
+        elsewhere={**RENAMED, **_PLAN_FLAGS, **other_task_keys(task)},
+        flags=flags,
+    )
+    return Settings(
+        training=training,
+        data=data,
+        launch=launch,
+        lora=lora,
+        own=others[0] if others else None,
+        values=values,
+        where=where,
+    )
+
+
+def _for_this_machine(values: Values) -> JsonObject:
+    """Return the keys and values for Hugging Face's arguments on this machine.
+
+    The backend is removed, because Megatron creates the process groups. Without a GPU ``use_cpu`` is on; otherwise
+    Hugging Face treats every rank as the only process.
+    """
+    from mca_models.megatron import platform
+
+    return _without_backend(values) | ({"use_cpu": True} if platform.device_type() == "cpu" else {})
+
+
+def _without_backend(values: Values) -> JsonObject:
+    return {key: value for key, value in values.items() if key != "ddp_backend"}
+
+
+def _training_class(*, early: bool) -> type:
+    if early:
+        return early_arguments()
+    from mca_config.training import TrainingArguments
+
+    return TrainingArguments

@@ -1,0 +1,141 @@
+"""Errors of usage are reported before torch and transformers are imported, as the checks after the imports do."""
+
+import json
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mca_config.errors import McaError
+from mca_train.run.early_check import check_run
+from mca_train.run.rules import check
+from mca_train.run.settings import make_settings
+from mca_train.tasks.table import TASKS
+
+HEAVY = ("torch", "transformers", "megatron", "datasets")
+
+USAGES = (
+    (["sft", "--learing_rate", "1"], "did you mean --learning_rate?"),
+    (["sft", "none.yaml"], "configuration file none.yaml does not exist"),
+    (["sft", "broken.yaml"], "broken.yaml is not valid YAML"),
+    (["sft", "RUN", "--learning-rte", "1"], "did you mean 'learning_rate'?"),
+    (["sft", "RUN", "--learning_rate", "fast"], "learning_rate must be a number, not 'fast'"),
+    (["sft", "RUN", "--eval_strategy", "often"], "eval_strategy must be no or steps or epoch, not 'often'"),
+    (["sft", "RUN", "--bf16", "--fp16"], "bf16 excludes fp16"),
+    (["sft", "RUN", "--fsdp", "full_shard"], "fsdp is not supported"),
+    (["sft", "RUN", "--model_name_or_path", "none"], "model_name_or_path: directory none does not exist"),
+    (["sft", "RUN", "--train_file", "none.jsonl"], "train_file: file none.jsonl does not exist"),
+    (["sft", "RUN", "--resume_from_checkpoint", "gone"], "resume_from_checkpoint: gone does not exist"),
+    (["sft", "RUN", "--output_dir", "model"], "output_dir: model is where the run reads model"),
+    (
+        ["sft", "RUN", "--tensor_model_parallel_size", "3"],
+        "cannot be divided by tensor_model_parallel_size 3",
+    ),
+    (["sft", "RUN", "--eval_strategy", "steps"], "eval_strategy is steps, but eval_file is not set"),
+    (["dpo", "RUN", "--dpo_beta", "-1"], "dpo_beta is -1.0; expected a positive number"),
+    (["kto", "RUN", "--undesirable_weight", "-1"], "undesirable_weight is -1.0; expected 0 or more"),
+    (["reward", "RUN", "--loss_chunk_size", "8"], "loss_chunk_size is not supported with a sequence-class"),
+    (
+        ["classify", "RUN", "--num_labels", "2", "--metric_for_best_model", "margin"],
+        "classify evaluates loss",
+    ),
+    (["plan", "sft", "RUN", "--seq_lenth", "64"], "did you mean 'seq_length'?"),
+    (["data", "sft", "RUN", "--train_file", "none.jsonl"], "file none.jsonl does not exist"),
+    (["tokenize", "RUN", "--train_file", "none.jsonl"], "file none.jsonl does not exist"),
+)
+
+
+def test_wrong_usage_is_reported_before_heavy_imports(run, tmp_path):
+    """Run every usage in one process and look at its modules at the end."""
+    file = run(model_name_or_path="model", train_file="a.jsonl", output_dir="out")
+    (tmp_path / "broken.yaml").write_text("a: [")
+    commands = [[file if word == "RUN" else word for word in words] for words, _ in USAGES]
+    code = f"""
+import contextlib, io, json, sys
+from mca_train.cli import main
+found = []
+for words in {commands!r}:
+    text = io.StringIO()
+    with contextlib.redirect_stderr(text):
+        code = main(words)
+    found.append([code, text.getvalue(), [name for name in {HEAVY!r} if name in sys.modules]])
+print(json.dumps(found))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path
+    )
+    for (words, message), (exit_code, error, heavy) in zip(USAGES, json.loads(done.stdout), strict=True):
+        assert (exit_code, heavy) == (2, []), (words, error)
+        assert message in error, words
+
+
+RUNS = {
+    "correct": {},
+    "enumerations": {
+        "lr_scheduler_type": "cosine",
+        "save_strategy": "no",
+        "optim": "sgd",
+        "log_level": "debug",
+    },
+    "derived": {"gradient_checkpointing": True, "full_determinism": True, "metric_for_best_model": "loss"},
+    "pipeline": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 1},
+    "a wrong pipeline": {
+        "pipeline_model_parallel_size": 2,
+        "virtual_pipeline_model_parallel_size": 2,
+        "gradient_accumulation_steps": 3,
+    },
+    "wrong keys": {"seq_lenth": 1, "learning_rate": "fast", "adam_beta2": 2},
+    "wrong sizes": {"tensor_model_parallel_size": 3, "train_file": "/none.jsonl", "max_eval_samples": 2},
+    "other folders": {"adapter_name_or_path": "/none", "resume_from_checkpoint": "/none"},
+    "a torn config.json": {"model_name_or_path": "torn"},
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_early_messages_are_those_of_the_full_check(name, run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "torn").mkdir()
+    (tmp_path / "torn" / "config.json").write_text("{")
+    file = tmp_path / run(**RUNS[name])
+    values = yaml.safe_load(file.read_text())
+
+    def message(report):
+        try:
+            report()
+        except McaError as error:
+            return str(error)
+        return None
+
+    task = TASKS["sft"]
+    full = message(lambda: check(task, make_settings(task, values, str(file))).require())
+    assert message(lambda: check_run(task, file, [])) == full
+    assert (full is None) == (name in ("correct", "enumerations", "derived", "pipeline"))
+
+
+CHANGED_BY_HUGGING_FACE = {
+    "accelerator_config",
+    "activation_checkpointing",
+    "dataloader_pin_memory",
+    "debug",
+    "disable_tqdm",
+    "gradient_checkpointing",
+    "report_to",
+    "use_cpu",
+}
+"""Fields without a rule that is checked early."""
+
+
+@pytest.mark.parametrize("name", ["correct", "enumerations", "derived", "pipeline"])
+def test_early_arguments_have_the_values_of_the_full_ones(name, run):
+    values = yaml.safe_load(Path(run(**RUNS[name])).read_text())
+    task = TASKS["sft"]
+    early, full = (make_settings(task, values, "run.yaml", early=early).training for early in (True, False))
+    differing = {
+        field.name
+        for field in fields(full)
+        if hasattr(early, field.name) and getattr(early, field.name) != getattr(full, field.name)
+    }
+    assert differing <= CHANGED_BY_HUGGING_FACE
