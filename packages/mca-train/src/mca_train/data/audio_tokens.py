@@ -87,7 +87,7 @@ class AudioTokens:
         """Return the seconds that the model hears at most; None: any number."""
         if self._tower.unpadded or self._tower.windows is None:
             return None
-        return self._tower.windows * self.extractor.n_samples / float(self.extractor.sampling_rate)
+        return self._tower.windows * int(self.extractor.n_samples) / float(self.extractor.sampling_rate)
 
     def _frames(self, samples: int) -> int:
         """Return the frames of a clip that its mask marks; without padding, a last one that is begun is left out."""
@@ -148,8 +148,8 @@ class AudioTokens:
         """Return the windows of the spectrogram of a full clip, ``[windows, mels, frames]``."""
         size, hop = int(self.extractor.n_samples), int(self.extractor.hop_length)
         made = self.extractor([samples], **given, padding=True, truncation=False, pad_to_multiple_of=size)
-        features = torch.as_tensor(made["input_features"])[0]
-        return features.unflatten(1, (-1, size // hop)).transpose(0, 1).contiguous()
+        features: Tensor = torch.as_tensor(made["input_features"])[0].unflatten(1, (-1, size // hop))
+        return features.transpose(0, 1).contiguous()
 
 
 _GEMMA4_SAMPLES = 480_000
