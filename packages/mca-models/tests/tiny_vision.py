@@ -269,9 +269,9 @@ CASES: dict[str, Case] = {
         {**_SIGLIP, "model_type": "clip_vision_model", "patch_size": 8},
         {"image_token_index": 65, "image_grid_pinpoints": [[16, 16], [32, 32]]},
     ),
-    "llava_next-granite": (
+    "llava_next-siglip": (
         "llava_next",
-        {"model_type": "granite", **tiny_hf.ALL["granite"][1]},
+        {"model_type": "qwen2", "head_dim": 8},
         {**_SIGLIP, "model_type": "siglip_vision_model", "patch_size": 8, "vision_use_head": False},
         {
             **{"image_token_index": 65, "image_grid_pinpoints": [[16, 16], [32, 32]]},

@@ -247,7 +247,7 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
         "as of the text part",
     ),
     "llava_next": (
-        "LLaVA 1.6, Granite Vision 3: the same on tiles; `llama`, `mistral`, `qwen2` or `granite`",
+        "LLaVA 1.6: the same on tiles; `llama`, `mistral` or `qwen2`",
         "as of the text part",
     ),
     "llava_onevision": (
