@@ -72,7 +72,7 @@ ERRORS = {
     ("+engine.arguments.sequence_packing=true",): "has no effect in verl; set model.use_remove_padding",
     ("engine.tensor_model_parallel_sise=2",): "Could not override 'engine.tensor_model_parallel_sise'",
     ("+engine.tensor_parallel=2",): "unexpected keyword argument 'tensor_parallel'",
-    ("model.hf_config_path=/elsewhere",): "model.hf_config_path",
+    ("model.hf_config_path=moe",): "model.hf_config_path",
     ("optim=fsdp",): "add optim=megatron",
     ("optim.muon_momentum=0.9",): "optim.muon_momentum is 0.9, which mca does not support",
     ("+optim.override_optimizer_config.foreach=true",): "foreach is not supported by mca; expected adam_eps",

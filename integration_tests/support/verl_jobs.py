@@ -80,6 +80,7 @@ def replay(job: dict[str, Any]) -> None:
     off |= {
         "path": job["model"],
         "hf_config_path": None,
+        "hf_config": SimpleNamespace(),
         "lora": {},
         "mtp": SimpleNamespace(enable=False),
         "tiled_mlp": {},
