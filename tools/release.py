@@ -19,7 +19,7 @@ import zipfile
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from mca_config.suggestions import suggestion
+from mca_config.printable import suggestion
 
 ROOT = Path(__file__).resolve().parent.parent
 

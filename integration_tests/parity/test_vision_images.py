@@ -20,35 +20,19 @@ from harness import run_ranks
 from layouts import arguments, world_size
 from mca_models.templates import config_from_hf, get_family
 from parity import TOLERANCE
-from vision_passes import DENSE, SPARSE, VIDEOS, forward_backward, of_all_parts, sizes, wrapped
+from vision_passes import (
+    DENSE,
+    SPARSE,
+    VIDEOS,
+    compute_gradients,
+    forward_backward,
+    of_all_parts,
+    sizes,
+    wrapped,
+)
 from vision_reference import Mixed, mixed
 
 pytestmark = pytest.mark.ranks
-
-
-def compute(work: list[Mixed], layout: str, folder: Path) -> list[str | list[float]]:
-    """Row losses of each model on this rank, or what went wrong; the gradients are exported. Runs on every rank."""
-    found: list[str | list[float]] = []
-    for reference in work:
-        try:
-            found.append(_one(reference, layout, folder / f"{reference.path.name}-{layout}"))
-        except Exception as error:  # the same on every rank: go on with the other models
-            found.append(f"{type(error).__name__}: {error}")
-    return found
-
-
-def _one(reference: Mixed, layout: str, path: Path) -> list[float]:
-    model, chunks = of_all_parts(reference, layout)
-    losses: list[float] = []
-    for _ in range(2 if "overlap" in layout else 1):
-        losses.clear()
-        forward_backward(reference, layout, model, chunks, losses)
-    with torch.no_grad():
-        for _, tensor in model.local_params():
-            if isinstance(tensor, torch.nn.Parameter):
-                tensor.copy_(tensor.main_grad if tensor.requires_grad else torch.zeros_like(tensor))
-    model.save_pretrained_as_hf(path)
-    return losses
 
 
 Computed = tuple[Path, dict[str, Mixed], dict[Case, list[Any]]]
@@ -61,7 +45,7 @@ def computed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     ranks: dict[Case, list[Any]] = {}
     for layout, group in group_by_layout(cases).items():
         work = [references[case.model] for case in group]
-        for rank in run_ranks(group[0].num_ranks, compute, work, layout, folder, timeout=300):
+        for rank in run_ranks(group[0].num_ranks, compute_gradients, work, layout, folder, timeout=300):
             for case, found in zip(group, rank, strict=True):
                 ranks.setdefault(case, []).append(found)
     return folder, references, ranks
@@ -355,9 +339,9 @@ FAULTS = {
 
 
 def compute_with(fault: str, work: list[Mixed], layout: str, folder: Path) -> list[str | list[float]]:
-    """`compute` with a fault planted. Runs on every rank."""
+    """`compute_gradients` with a fault planted. Runs on every rank."""
     FAULTS[fault][0]()
-    return compute(work, layout, folder)
+    return compute_gradients(work, layout, folder)
 
 
 @pytest.mark.cases(

@@ -37,7 +37,7 @@ def with_peft(case: str, reference: Mixed, folder: Path) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.copy_(parameter.grad)
+                parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
     model.save_pretrained(folder / "expected")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -74,7 +74,7 @@ def test_gradients_and_merged_weights_equal_pefts(case: Case, tmp_path: Path) ->
     run_ranks(case.num_ranks, adapted, reference, case.layout, tmp_path)
     theirs, ours = (tensors(tmp_path / name) for name in ("expected", "found"))
     assert ours.keys() == theirs.keys()
-    assert sum("visual" in name or "vision_tower" in name for name in theirs) > 10
+    assert sum("language_model" not in name for name in theirs) > (4 if "unified" in case.model else 10)
     largest = max(float(x.abs().max()) for x in theirs.values())
     for name, right in theirs.items():
         scale = max(float(right.abs().max()), largest * 1e-3)

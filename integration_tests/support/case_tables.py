@@ -187,6 +187,8 @@ IMAGE_ADAPTERS = tuple(
         (
             *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v", "gemma3", "internvl", "mistral3"),
             *("gemma4-31b", "gemma4-e2b"),
+            *("qwen2_audio", "qwen3_asr", "qwen2_5_omni_thinker", "gemma4_unified"),
+            *("exaone4_5", "cohere2_vision", "deepseek_vl"),
         ),
         ("tp2sp", "tp2", "pp2", "cp2packed", "dp2overlap"),
     )
@@ -210,6 +212,16 @@ TE_LAYERS = (
     ),
 )
 """Models of Transformer Engine's layers."""
+TE_MEDIA = tuple(
+    product(
+        (
+            *("qwen2_audio", "qwen3_asr", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"),
+            *("gemma4-31b", "gemma4-e2b", "kimi_k25-moe", "cohere2_vision"),
+        ),
+        ("tp2sp", "pp2", "cp2packed"),
+    )
+)
+"""Models with images and audio of Transformer Engine's layers."""
 TE_CONTEXT_PARALLEL = (
     *product(FAMILY_CASES, ("cp2",)),
     *(Case("qwen3", "tp2cp2sp"), Case("deepseek_v3", "tp2cp2sp"), Case("qwen2", "cp4")),

@@ -16,6 +16,8 @@ import torch
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import (
+    GraniteConfig,
+    GraniteForCausalLM,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -30,6 +32,7 @@ Run = dict[str, Any]
 
 WORDS = "the quick brown fox jumps over a lazy dog red blue river mountain sun moon star what where who is".split()
 SPECIAL = ("<|pad|>", "<|im_start|>", "<|im_end|>")
+AUDIO = ("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>")
 VISION = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 LAYOUT = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
 
@@ -54,14 +57,19 @@ BASE: Run = {
 }
 
 _RANKS = """
-import json, os, sys, traceback
+import json, os, signal, socket, sys, traceback
 import torch
 torch.set_num_threads(1)
+import torchaudio
+torchaudio.load = lambda path: torch.load(path)  # that of torchaudio needs FFmpeg's libraries
 from llamafactory.train import tuner
 if "USE_MCA" in os.environ:
     import llamafactory.train.mca.workflow
-ranks, ports, runs = json.loads(sys.argv[1])
-for port, run in zip(ports, runs):
+ranks, runs = json.loads(sys.argv[1])
+for run in runs:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     children = []
     for rank in range(ranks):
         if child := os.fork():
@@ -77,8 +85,13 @@ for port, run in zip(ports, runs):
             sys.stderr.flush()
             os._exit(1)
         os._exit(0)
-    if any([os.waitpid(child, 0)[1] for child in children]):
-        sys.exit(f"failed: {run}")
+    while children:
+        child, status = os.wait()
+        children.remove(child)
+        if status:
+            for other in children:
+                os.kill(other, signal.SIGKILL)
+            sys.exit(f"failed: {run}")
 """
 """Program that imports LLaMA-Factory once and forks the ranks of each run."""
 
@@ -92,7 +105,7 @@ def environment(*, mca: bool) -> dict[str, str]:
 
 def train(runs: list[Run], *, mca: bool, ranks: int = 1) -> None:
     """Train each of ``runs``; the ranks are forked from one process that has imported LLaMA-Factory."""
-    words = json.dumps([ranks, [free_port() for _ in runs], runs])
+    words = json.dumps([ranks, runs])
     done = subprocess.run(
         [sys.executable, "-c", _RANKS, words], env=environment(mca=mca), capture_output=True, text=True
     )
@@ -161,7 +174,7 @@ class Workspace:
         for name, rows in datasets.items():
             (self.folder / f"{name}.json").write_text(json.dumps(rows))
             columns: dict[str, Any] = known.get(name.partition("_")[0], {})
-            if media := [medium for medium in ("images", "videos") if medium in rows[0]]:
+            if media := [medium for medium in ("images", "videos", "audios") if medium in rows[0]]:
                 rest = {"prompt": "instruction", "query": "input", **{medium: medium for medium in media}}
                 answers = {} if "chosen" in rows[0] else {"response": "output"}
                 columns = columns | {"columns": columns.get("columns", {}) | rest | answers}
@@ -194,9 +207,19 @@ class Workspace:
             container.mux(stream.encode())
         return str(path)
 
+    def tone(self, number: int) -> str:
+        """Write a tone of 0.2 to 0.8 seconds, return its path."""
+        path = self.folder / "pictures" / f"{number}.pt"
+        times = torch.arange(3200 * (1 + number % 4)) / 16000
+        torch.save(((400 * number * times).sin()[None], 16000), path)
+        return str(path)
+
 
 def workspace(folder: Path) -> Workspace:
-    """Return a workspace with a Qwen2, a Qwen3 with experts, a Qwen2.5-VL, a Qwen3-VL, and datasets."""
+    """Return a workspace with models and datasets.
+
+    Models are a Qwen2, a Granite, a Qwen3 with experts, a Qwen2.5-VL, a Qwen3-VL, and a Qwen2-Audio.
+    """
     made = Workspace(folder)
     tokenizer = _tokenizer(made)
     tokenizer.save_pretrained(folder / "text")
@@ -225,12 +248,23 @@ def workspace(folder: Path) -> Workspace:
     tokenizer.save_pretrained(folder / "moe")
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
     Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=416, **sizes, **experts)).save_pretrained(folder / "moe")
+    tokenizer.save_pretrained(folder / "granite")
+    multipliers = {"attention_multiplier": 0.2, "residual_multiplier": 0.5, "logits_scaling": 2.0}
+    GraniteForCausalLM(GraniteConfig(vocab_size=416, **sizes, **multipliers)).save_pretrained(
+        folder / "granite"
+    )
+    _save_qwen2_audio(folder / "audio", tokenizer, sizes)
     pictures = [made.draw(number) for number in range(12)]
     for name in ("sft", "pairs"):
         datasets[f"{name}_images"] = [
             row | {"instruction": f"<image>{row['instruction']}", "images": [pictures[index % len(pictures)]]}
             for index, row in enumerate(datasets[name])
         ]
+    tones = [made.tone(number) for number in range(1, 7)]
+    datasets["sft_audios"] = [
+        row | {"instruction": f"<audio>{row['instruction']}", "audios": [tones[index % len(tones)]]}
+        for index, row in enumerate(datasets["sft"])
+    ]
     videos = [made.record(number) for number in range(6)]
     datasets["sft_videos"] = [
         row
@@ -271,7 +305,7 @@ def _tokenizer(made: Workspace) -> PreTrainedTokenizerFast:
     tokens.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
         vocab_size=400,
-        special_tokens=[*SPECIAL, *VISION],
+        special_tokens=[*SPECIAL, *VISION, *AUDIO],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
     tokens.train_from_iterator([made.text(30, 30) for _ in range(50)], trainer)
@@ -342,3 +376,24 @@ def _save_qwen3_vl(folder: Path, tokenizer: PreTrainedTokenizerFast, sizes: dict
         tokenizer=tokenizer,
         video_processor=Qwen3VLVideoProcessor(**patches, size={"shortest_edge": 256, "longest_edge": 4096}),
     ).save_pretrained(folder)
+
+
+def _save_qwen2_audio(folder: Path, tokenizer: PreTrainedTokenizerFast, sizes: dict[str, Any]) -> None:
+    from transformers import (
+        Qwen2AudioConfig,
+        Qwen2AudioForConditionalGeneration,
+        Qwen2AudioProcessor,
+        WhisperFeatureExtractor,
+    )
+
+    config = Qwen2AudioConfig(
+        text_config={"model_type": "qwen2", "vocab_size": 416, **sizes},
+        audio_config={
+            **{"d_model": 16, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 24},
+            **{"num_mel_bins": 8, "max_source_positions": 50},
+        },
+        audio_token_index=tokenizer.convert_tokens_to_ids(AUDIO[0]),
+    )
+    Qwen2AudioForConditionalGeneration(config).save_pretrained(folder)
+    extractor = WhisperFeatureExtractor(feature_size=8, chunk_length=1)
+    Qwen2AudioProcessor(feature_extractor=extractor, tokenizer=tokenizer).save_pretrained(folder)

@@ -1,6 +1,7 @@
 """Forward and backward passes of models with images, of all parts or of some, on every kind of layout."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,11 +29,15 @@ DENSE = (
     "idefics3",
     "smolvlm",
     "lfm2_vl",
+    "ovis2",
     "exaone4_5",
     "deepseek_vl",
     "glm46v",
     "qwen2_audio",
     "qwen3_asr",
+    "voxtral",
+    "audioflamingo3",
+    "glmasr",
     "qwen2_5_omni_thinker",
 )
 VIDEOS = tuple(
@@ -72,7 +77,9 @@ def sizes(layout: str) -> str:
     return layout
 
 
-def of_all_parts(reference: Mixed, layout: str, **of_ddp: Any) -> tuple[Any, list[Any]]:
+def of_all_parts(
+    reference: Mixed, layout: str, more: dict[str, Any] | None = None, **of_ddp: Any
+) -> tuple[Any, list[Any]]:
     """A model all of which trains, and its chunks in Megatron's wrapper."""
     from mca_models.megatron import AutoModel
     from mca_models.megatron.features.vision_tower import model_parts
@@ -85,7 +92,7 @@ def of_all_parts(reference: Mixed, layout: str, **of_ddp: Any) -> tuple[Any, lis
             "recompute_method": "uniform",
             "recompute_num_layers": 1,
         }
-    model = AutoModel.from_pretrained(reference.path, arguments(sizes(layout), **settings))
+    model = AutoModel.from_pretrained(reference.path, arguments(sizes(layout), **settings, **(more or {})))
     model.train_parts(model_parts(model.config))
     return model, wrapped(model, layout, **of_ddp)
 
@@ -190,3 +197,30 @@ def forward_step(iterator: Iterator[dict[str, Any]], chunk: Any, seen: list[floa
         return total, mask.sum().int(), {}
 
     return losses, loss
+
+
+def compute_gradients(
+    work: list[Mixed], layout: str, folder: Path, **settings: Any
+) -> list[str | list[float]]:
+    """Row losses of each model on this rank, or what went wrong; the gradients are exported. Runs on every rank."""
+    found: list[str | list[float]] = []
+    for reference in work:
+        try:
+            found.append(_one(reference, layout, folder / f"{reference.path.name}-{layout}", settings))
+        except Exception as error:  # the same on every rank: go on with the other models
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def _one(reference: Mixed, layout: str, path: Path, settings: dict[str, Any]) -> list[float]:
+    model, chunks = of_all_parts(reference, layout, settings)
+    losses: list[float] = []
+    for _ in range(2 if "overlap" in layout else 1):
+        losses.clear()
+        forward_backward(reference, layout, model, chunks, losses)
+    with torch.no_grad():
+        for _, tensor in model.local_params():
+            if isinstance(tensor, torch.nn.Parameter):
+                tensor.copy_(tensor.main_grad if tensor.requires_grad else torch.zeros_like(tensor))
+    model.save_pretrained_as_hf(path)
+    return losses

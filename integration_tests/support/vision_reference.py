@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "packages" / "mca-models" / "
 import tiny_vision
 
 import omni_reference
+import tiled_reference
 from mca_models.media import ImageSpan, attention_ends, feature_rows_of_batch, positions
 
 LENGTH, IMAGE, VIDEO = 24, 65, 66
@@ -27,7 +28,7 @@ ROWS: tuple[tuple[tuple[int, tuple[int, int]], ...], ...] = (
     (),
 )
 """Each row's images: where they begin, and their size. The second and the last micro-batch have none."""
-HEARING = ("qwen2_audio", "qwen3_asr")
+HEARING = ("qwen2_audio", "qwen3_asr", "voxtral", "audioflamingo3", "glmasr")
 """Begin the names of cases whose rows have audio clips, each of as many tokens as an image."""
 SEEING_AND_HEARING = ("gemma4-e2b", "gemma4_unified")
 """Begin the names of cases whose rows have small images, and audio clips in the place of wide ones."""
@@ -43,21 +44,10 @@ LONE_VIDEO_ROWS: tuple[tuple[tuple[int, int], ...], ...] = (((1, 0), (14, 2)), (
 """The same of LLaVA-OneVision, whose images are the only ones of their rows and have more tokens."""
 SECONDS = (1.5, 0.3)
 """From one frame to the next of each video."""
-TILED = ("internvl", "gemma3", "llava", "deepseek_vl", "llama4", "cohere2_vision", "aya_vision")
+ONE_SIZE = ("internvl", "gemma3", "llava", "deepseek_vl", "llama4", "cohere2_vision", "aya_vision")
 """Begin the names of cases whose images are all of one size."""
 ALONE = ("idefics3", "smolvlm")
 """The same, where transformers takes a batch of tiles for each row; here each tile is one of its own."""
-JOINED = ("llava_next", "llava_onevision")
-"""Begins the names of cases whose images are tiles, joined without their padding."""
-JOINED_ROWS: tuple[tuple[tuple[int, tuple[int, int]], ...], ...] = (
-    ((1, (16, 16)), (12, (16, 16))),
-    (),
-    ((5, (16, 32)),),
-    (),
-)
-"""Each row's images of such cases: where they begin, and their height and width."""
-JOINED_TOKENS = {(16, 16): (2, 10), (16, 32): (5, 14)}
-"""Tiles and tokens of the two sizes; the wide one fits into twice two tiles, half of which is padding."""
 TOKENS_PER_SECOND = 4  # the default of Qwen 2.5 VL
 
 
@@ -101,12 +91,9 @@ def places(case: str) -> tuple[tuple[ImageSpan, ...], ...]:
             )
             for row in ROWS
         )
-    if case.startswith(JOINED):
-        return tuple(
-            tuple(ImageSpan(start, 1, joined_tokens(case, size, len(row))) for start, size in row)
-            for row in JOINED_ROWS
-        )
-    tiled = case.startswith((*TILED, *ALONE))
+    if case.startswith(tiled_reference.CASES):
+        return tiled_reference.places(case)
+    tiled = case.startswith((*ONE_SIZE, *ALONE))
     return tuple(tuple(ImageSpan(start, *(SMALL if tiled else size)) for start, size in row) for row in ROWS)
 
 
@@ -203,11 +190,9 @@ def pixels(case: str, row: tuple[ImageSpan, ...], number: int) -> dict[str, torc
     if case.startswith("gemma4"):
         images, clips = ([each for each in row if each.medium == medium] for medium in ("image", "audio"))
         return _pooled(case, images, generator) | _framed(case, clips, generator)
-    if case.startswith(JOINED):
-        found = _joined_tiles([size for _, size in JOINED_ROWS[number]], generator)
-        company = {"batch_num_images": torch.tensor([len(row)] * len(row))}
-        return {**found, **company} if case.startswith("llava_onevision") else found
-    if case.startswith((*TILED, *ALONE)):
+    if case.startswith(tiled_reference.CASES):
+        return tiled_reference.pixels(case, number, generator)
+    if case.startswith((*ONE_SIZE, *ALONE)):
         alone = (1,) if case.startswith(ALONE) else ()
         return {"pixel_values": torch.randn(len(row), *alone, 3, 16, 16, generator=generator)}
     if case.startswith("lfm2_vl"):
@@ -237,24 +222,11 @@ def pixels(case: str, row: tuple[ImageSpan, ...], number: int) -> dict[str, torc
 
 def _lone_media(number: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
     """Return LLaVA-OneVision's image and video of row ``number``."""
-    found = _joined_tiles([(16, 16)], generator) | {"batch_num_images": torch.ones(1, dtype=torch.int64)}
+    found = tiled_reference.joined_tiles([(16, 16)], generator) | {
+        "batch_num_images": torch.ones(1, dtype=torch.int64)
+    }
     frames = max(frames for _, frames in LONE_VIDEO_ROWS[number])
     return found | {"pixel_values_videos": torch.randn(1, frames, 3, 16, 16, generator=generator)}
-
-
-def joined_tokens(case: str, size: tuple[int, int], images: int) -> int:
-    """Return the tokens of an image of ``size`` in a row with so many ``images``."""
-    if case.startswith("llava_onevision"):
-        return (
-            5 if images > 1 else 7
-        )  # one tile, or one for a picture that is shrunk to less than one, and ends
-    return JOINED_TOKENS[size][1]
-
-
-def _joined_tiles(sizes: list[tuple[int, int]], generator: torch.Generator) -> dict[str, torch.Tensor]:
-    counts = [JOINED_TOKENS[size][0] for size in sizes]
-    tiles = torch.randn(len(sizes), max(counts), 3, 16, 16, generator=generator)
-    return {"pixel_values": tiles, "image_sizes": torch.tensor(sizes)}
 
 
 def _clips(case: str, row: tuple[ImageSpan, ...], generator: torch.Generator) -> dict[str, torch.Tensor]:
@@ -264,8 +236,16 @@ def _clips(case: str, row: tuple[ImageSpan, ...], generator: torch.Generator) ->
         4 * max(height * width for height, width in (SMALL, WIDE)),
         "feature_attention_mask",
     )
+    if case.startswith("voxtral"):  # windows of four tokens, without a mask
+        return {
+            "input_features": torch.randn(sum(each.tokens for each in row) // 4, 8, 32, generator=generator)
+        }
     if case.startswith("qwen3_asr"):
         frames, most, mask = 8, 100, "input_features_mask"
+    if case.startswith("audioflamingo3"):
+        mask = "input_features_mask"
+    if case.startswith("glmasr"):
+        frames, most, mask = 8, 72, "input_features_mask"
     counts = torch.tensor([frames * each.tokens for each in row])
     return {
         "input_features": torch.randn(len(row), 8, most, generator=generator),
@@ -310,6 +290,8 @@ def mixed(case: str, folder: Path) -> Mixed:
             is_image |= case.startswith(VIDEOS_ALONE)
             is_clip = each.medium == "audio" and case.startswith(SEEING_AND_HEARING)
             ids[each.start : each.start + each.tokens] = CLIP if is_clip else IMAGE if is_image else VIDEO
+        if case.startswith(tiled_reference.MARKED):
+            tiled_reference.write_tokens(ids, number)
     images = tuple(pixels(case, row, number) for number, row in enumerate(where))
     losses = losses_of(model, input_ids, images)
     losses.mean().backward()
@@ -365,6 +347,8 @@ def _for_transformers(
         found["mm_token_type_ids"] = 2 * (input_ids == IMAGE).int()
     elif "image_grid_thw" in found or model_type.startswith("gemma4"):
         found["mm_token_type_ids"] = (input_ids == IMAGE).int() + 2 * (input_ids == VIDEO).int()
+    elif "grids" in found:
+        del found["grids"]
     elif "batch_num_images" in found:
         found["batch_num_images"] = torch.tensor([len(each["image_sizes"]) for each in images if each])
     elif model_type.startswith("gemma"):

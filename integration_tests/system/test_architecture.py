@@ -67,9 +67,8 @@ LADDERS: dict[str, tuple[tuple[str, ...], ...]] = {
     "mca_config": (
         ("types",),
         ("redaction",),
-        ("errors", "lazy_names", "suggestions", "printable", "page_tables", "_megatron_keys"),
+        ("errors", "lazy_names", "printable", "page_tables", "_megatron_keys"),
         (
-            "completion",
             "fields",
             "files",
             "model",
@@ -77,7 +76,7 @@ LADDERS: dict[str, tuple[tuple[str, ...], ...]] = {
             "yaml_text",
         ),
         ("_hf_arguments", "_roll", "layout", "parser"),
-        ("arguments", "command_line", "pipeline", "program"),
+        ("arguments", "pipeline", "program"),
         ("model_config", "reference", "training_checks"),
         ("checks", "training"),
     ),
@@ -150,7 +149,7 @@ BORDER = ("mca_config.types", "mca_models.megatron.types", "mca_train.types")
 
 ANY = {
     "mca_config.arguments._additional": 1,
-    "mca_config.command_line": 1,
+    "mca_config.parser": 1,
     "mca_config.fields": 5,
     "mca_config.lazy_names": 2,
     "mca_config.reference": 1,

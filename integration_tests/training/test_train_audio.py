@@ -14,7 +14,19 @@ import torch
 import transformers
 
 from cases import Case, as_params, product
-from media_runs import LAYOUTS, Row, adamw_losses, answer_log_prob, judged_answers, load_model, run_training
+from harness import run_ranks
+from media_runs import (
+    LAYOUTS,
+    RATE,
+    STEPS,
+    Row,
+    adamw_losses,
+    answer_log_prob,
+    judged_answers,
+    load_model,
+    run_training,
+)
+from train_cases import history, make_trainer, quietly
 
 pytest.importorskip("soundfile")
 pytest.importorskip("soxr")
@@ -127,6 +139,80 @@ def test_clips_train_as_in_transformers(case: Case, folder: Path) -> None:
         (float((theirs[name] - x).detach().abs().max()), name) for name, x in model.named_parameters()
     )
     assert worst[0] < 5e-5, worst
+
+
+def _log_probs_and_stream(
+    folder: Path, layout: dict[str, Any]
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses of training on log-probabilities of answers to clips, and a stream of the weights. Runs on every rank."""
+    from mca_models import TokenValues
+    from mca_models.templates import config_from_hf
+    from mca_train import McaTrainer
+    from mca_train.data.image_rows import ImageReader
+    from mca_train.tasks.load import load_tokenized
+    from mca_train.tasks.table import TASKS
+
+    class OfLogProbs(McaTrainer):
+        token_values = TokenValues()
+
+        def compute_loss(self, output: Any, batch: Any, **_: object) -> tuple[Any, Any]:
+            return -(output * batch.loss_mask).sum(), batch.loss_mask.sum().int()
+
+    model = folder / "model"
+    config = config_from_hf(json.loads((model / "config.json").read_text()))
+    given = TASKS["sft"].data_arguments(model_name_or_path=str(model), seq_length=256)
+    reader = ImageReader(config=config, directories=(model,))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    rows = load_tokenized(TASKS["sft"], [str(folder / "sft.jsonl")], tokenizer, given, images=reader)
+    trainer = make_trainer(
+        model,
+        folder / "log-probs",
+        kind=OfLogProbs,
+        train_dataset=rows,
+        freeze=[],
+        learning_rate=RATE,
+        max_steps=STEPS,
+        logging_steps=1,
+        max_grad_norm=1.0,
+        weight_decay=0.0,
+        lr_scheduler_type="constant",
+        train_sampling_strategy="sequential",
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        **layout,
+    )
+    quietly(trainer.train)
+    sent = {name: tensor.clone() for name, tensor in trainer.model.export_weights()}
+    return history(trainer, "loss"), sent
+
+
+@pytest.mark.cases(0, always=["tp2sp"])
+@pytest.mark.parametrize("layout", ["tp2sp", "pp2"])
+def test_log_probabilities_of_answers_to_clips_and_the_stream_of_weights(layout: str, folder: Path) -> None:
+    losses, model = _expected(folder)
+    sizes = {
+        "tp2sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+        "pp2": {"pipeline_model_parallel_size": 2},
+    }
+    theirs = dict(model.named_parameters())
+    for found, sent in run_ranks(2, _log_probs_and_stream, folder, sizes[layout]):
+        assert found == pytest.approx(losses, rel=1e-5)
+        named = {name: sent[_file_name(name)] for name in theirs}
+        assert len(named) == len(sent)
+        # a twentieth of a step: where a gradient is next to nothing, Adam makes a step of its rounding errors
+        worst = max((float((named[name] - x).detach().abs().max()), name) for name, x in theirs.items())
+        assert worst[0] < 5e-5, worst
+
+
+def _file_name(name: str) -> str:
+    """Return the name in files of a parameter of transformers' module."""
+    for before, after in (
+        ("model.language_model.", "language_model.model."),
+        ("lm_head.", "language_model.lm_head."),
+    ):
+        if name.startswith(before):
+            return after + name.removeprefix(before)
+    return name.removeprefix("model.")
 
 
 @pytest.mark.qualify

@@ -5,9 +5,8 @@ import argparse
 import pytest
 
 from mca_config import DistributingParallelArguments, MegatronArguments
-from mca_config.command_line import add_arguments, from_namespace
 from mca_config.errors import UsageError
-from mca_config.parser import Parser, add_flag, add_operands
+from mca_config.parser import Parser, add_arguments, add_flag, add_operands, from_namespace
 from mca_config.program import Command, Program
 
 

@@ -19,7 +19,7 @@ def test_all_is_sorted_and_complete() -> None:
 def test_nothing_heavy_is_imported() -> None:
     heavy = ("torch", "transformers", "megatron", "numpy", "yaml")
     code = f"""
-import sys, mca_config, mca_config.command_line
+import sys, mca_config, mca_config.parser
 mca_config.DistributingParallelArguments(additional_configs={{"batch_p2p_sync": False}})
 print([name for name in {heavy} if name in sys.modules])
 """

@@ -25,6 +25,8 @@ from transformers.models.llava_onevision.image_processing_pil_llava_onevision im
     LlavaOnevisionImageProcessorPil,
 )
 from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
+from transformers.models.ovis2.image_processing_pil_ovis2 import Ovis2ImageProcessorPil
+from transformers.models.ovis2.processing_ovis2 import Ovis2Processor
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.smolvlm import processing_smolvlm
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
@@ -210,6 +212,29 @@ def llava_onevision():
     return kind, expected
 
 
+def ovis2(**options):
+    marks = ("<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>")
+    kind = Kind(
+        "ovis2",
+        ("<IMG_ATOM>", *marks, "<image>"),
+        Ovis2ImageProcessorPil(size=SIDE, crop_to_patches=True, max_patches=6, **options),
+        lambda ids: {
+            "image_token_id": ids[0],
+            "visual_indicator_token_ids": ids[1:6],
+            "vision_config": {"image_size": 16, "patch_size": 4, "hidden_stride": 2},
+        },
+        "<image>",
+    )
+    whole = Ovis2Processor(kind.processor, kind.tokenizer, image_seq_length=4)
+
+    def expected(text, images):
+        made = whole(images=images, text=[text.replace("@", "<image>")], return_tensors="pt")
+        grids = kind.processor(images, return_tensors="pt")["grids"]
+        return made["input_ids"][0].tolist(), {"pixel_values": made["pixel_values"], "grids": grids}
+
+    return kind, expected
+
+
 def idefics(model_type="idefics3"):
     small = model_type == "smolvlm"
     images = SmolVLMImageProcessorPil if small else Idefics3ImageProcessorPil
@@ -377,6 +402,7 @@ KINDS = {
     "idefics3": idefics,
     "smolvlm": partial(idefics, "smolvlm"),
     "lfm2_vl": lfm2_vl,
+    "ovis2": ovis2,
     "llama4": llama4,
     "kimi_k25": kimi,
     "deepseek_vl": deepseek,

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 from drawn_images import processor
 from transformers import ProcessorMixin
@@ -41,6 +42,8 @@ from transformers.models.llava_onevision.image_processing_pil_llava_onevision im
     LlavaOnevisionImageProcessorPil,
 )
 from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
+from transformers.models.ovis2.image_processing_pil_ovis2 import Ovis2ImageProcessorPil
+from transformers.models.ovis2.processing_ovis2 import Ovis2Processor
 from transformers.models.pixtral import image_processing_pil_pixtral
 from transformers.models.qwen2_5_omni.processing_qwen2_5_omni import Qwen2_5OmniProcessor
 from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
@@ -349,6 +352,33 @@ DEEPSEEK = Case(
     },
     {"num_image_tokens": 4},
 )
+
+
+class OvisProcessor(Ovis2Processor):
+    """One that takes lists, of which its own counts no tiles."""
+
+    def replace_image_token(self, image_inputs, image_idx, **options):
+        grids = [np.array(grid) for grid in image_inputs["grids"]]
+        return super().replace_image_token({**image_inputs, "grids": grids}, image_idx, **options)
+
+
+OVIS = Case(
+    lambda: OvisProcessor,
+    "<image>",
+    {
+        "image_token": "<image>",
+        "atom_token": "<IMG_ATOM>",
+        **{f"{name.lower()}_mark": f"<IMG_{name}>" for name in ("START", "GRID", "COL", "ROW", "END")},
+    },
+    lambda: Ovis2ImageProcessorPil(size=SIDE, crop_to_patches=True, max_patches=6),
+    lambda ids: {
+        "image_token_id": ids["atom_token"],
+        "visual_indicator_token_ids": [token for name, token in ids.items() if name.endswith("_mark")],
+        "vision_config": {"image_size": 16, "patch_size": 4, "hidden_stride": 2},
+    },
+    {"image_seq_length": 4},
+)
+OVIS = replace(OVIS, written=tuple(OVIS.tokens.values()))
 LFM2 = Case(
     lambda: Lfm2VlProcessor,
     "<image>",
@@ -394,6 +424,7 @@ CASES = {
     "llava_onevision": ONEVISION,
     "idefics3": IDEFICS,
     "lfm2_vl": LFM2,
+    "ovis2": OVIS,
     "smolvlm": replace(
         IDEFICS,
         processor=smolvlm_processor,

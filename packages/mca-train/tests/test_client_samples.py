@@ -163,8 +163,17 @@ def test_padding_on_the_left_and_unknown_inputs_raise_errors():
 
     with pytest.raises(McaError, match="pads on the left; set padding_side"):
         make(left)(row(1, 2, 3))
-    with pytest.raises(McaError, match="the collator returned input_features; expected text"):
+    with pytest.raises(
+        McaError, match=r"returned input_features; expected text.*use mca-train sft for audio"
+    ):
         make()(row(1, 2, 3, extra={"input_features": torch.zeros(1)}))
+
+
+def test_images_without_grids_raise_an_error():
+    pixels = {"pixel_values": torch.zeros(1, 3, 8, 8)}
+    with pytest.raises(McaError, match="images of gemma3 are not supported with LLaMA-Factory"):
+        make(model_type="gemma3")(row(1, IMAGE, IMAGE, 2, extra=pixels, images=["a.png"]))
+    assert "images" not in make(model_type="gemma3")(row(1, 2, 3, extra=pixels))  # added by the collator
 
 
 class Rows(list):

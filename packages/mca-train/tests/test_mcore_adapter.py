@@ -202,6 +202,14 @@ def test_stages_that_the_client_trains_elsewhere_raise_an_error(facade, tmp_path
     assert tuner.run_sft is print
 
 
+def test_the_client_takes_all_families_of_mca(facade, tmp_path, monkeypatch):
+    known = {"llama"}
+    constants = SimpleNamespace(MCA_SUPPORTED_MODELS=known)
+    monkeypatch.setitem(sys.modules, "llamafactory.extras.constants", constants)
+    facade.TrainingArguments(output_dir=str(tmp_path))
+    assert {"llama", "granite", "qwen2_audio"} <= known
+
+
 def test_the_trainer_of_hyper_parallel_is_an_error(facade, tmp_path, monkeypatch):
     tuner = SimpleNamespace(is_hyper_parallel_available=lambda: True)
     monkeypatch.setitem(sys.modules, "llamafactory.train.tuner", tuner)

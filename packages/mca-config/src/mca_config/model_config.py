@@ -46,7 +46,7 @@ from mca_config.model.shared_kv import SharedKv
 from mca_config.model.short_convolution import ShortConvolution
 from mca_config.model.vision import Vision
 from mca_config.pipeline import PipelinePlan, pipeline_plan
-from mca_config.suggestions import suggestion
+from mca_config.printable import suggestion
 from mca_config.types import JsonObject, Typed, Values
 
 VERSION = 1

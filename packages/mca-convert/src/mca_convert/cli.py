@@ -97,7 +97,7 @@ def without_gc() -> Iterator[None]:
 
 
 def _completion(known: "Program", shell: str) -> str:
-    from mca_config.completion import completion
+    from mca_config.program import completion
 
     flags = {name: known.parser(name).flags for name in known.commands}
     return completion(known.name, shell, flags, known.default)

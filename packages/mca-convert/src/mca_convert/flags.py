@@ -6,11 +6,9 @@ from typing import Literal
 
 from mca_config.arguments import DistributingParallelArguments
 from mca_config.arguments.distributing import LAYOUT_FIELDS
-from mca_config.command_line import add_arguments
-from mca_config.completion import SHELLS
 from mca_config.layout import SIZE_FIELDS
-from mca_config.parser import Parser, add_flag
-from mca_config.program import Command, Program
+from mca_config.parser import Parser, add_arguments, add_flag
+from mca_config.program import SHELLS, Command, Program
 
 DEFAULT_COMMAND = "convert"
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}

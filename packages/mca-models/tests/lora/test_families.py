@@ -17,8 +17,7 @@ from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
 from mca_models.checkpoint_kinds import open_checkpoint
 from mca_models.lora import AdapterConfig, merge_to_hf, open_adapter, write_mca_adapter, write_peft
-from mca_models.lora.peft_load_warnings import FUSING_MODEL_TYPES
-from mca_models.lora.peft_names import exclude_unadapted, name_targets, save_head
+from mca_models.lora.peft_names import FUSING_MODEL_TYPES, exclude_unadapted, name_targets, save_head
 from mca_models.lora.rules import rules_for_training
 from mca_models.lora.targets import linear_targets
 from mca_models.templates import FAMILIES, config_from_hf

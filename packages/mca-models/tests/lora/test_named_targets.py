@@ -17,8 +17,7 @@ import transformers
 
 from mca_config.model_config import McaModelConfig
 from mca_models.lora.peft_directory import peft_shapes
-from mca_models.lora.peft_load_warnings import EXPERT_LINEARS
-from mca_models.lora.peft_names import _MOST_SHOWN, _shown, complete_peft_config
+from mca_models.lora.peft_names import _MOST_SHOWN, EXPERT_LINEARS, _shown, complete_peft_config
 from mca_models.lora.targets import linear_targets, stacked_targets
 from mca_models.templates import FAMILIES, config_from_hf
 

@@ -8,7 +8,7 @@ from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import (
     MiniMaxM3VLRotaryEmbedding,
 )
 
-from mca_models.megatron.layers.block_indexer import BlockIndexer, BlockSizes
+from mca_models.megatron.features.block_sparse_attention import BlockIndexer, BlockSizes
 
 LENGTH, BATCH, HIDDEN = 22, 3, 32
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import tiny_vision
 import torch
+import transformers
 from transformers import Gemma3Config
 
 from mca_config.errors import McaError
@@ -14,7 +15,7 @@ from mca_config.layout import ParallelLayout
 from mca_models.megatron.features.media import image_problems, image_reach
 from mca_models.megatron.features.media_features import assign_images, compute_image_features
 from mca_models.megatron.features.mrope import mrope_axes
-from mca_models.megatron.features.vision_tower import model_part, model_parts
+from mca_models.megatron.features.vision_tower import model_part, model_parts, vision_model
 from mca_models.megatron.forward import require_no_images
 from mca_models.templates import config_from_hf, get_family
 
@@ -112,3 +113,10 @@ def test_audio_of_a_model_without_an_audio_tower_is_refused() -> None:
     clips = {"input_features": torch.zeros(1, 8, 8), "input_features_mask": torch.ones(1, 8)}
     with pytest.raises(McaError, match="this gemma4 model has no audio tower"):
         compute_image_features(torch.nn.Linear(1, 1), clips, config, [])
+
+
+def test_a_version_of_transformers_without_the_class_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers, "MODEL_MAPPING", {})
+    config = config_from_hf(tiny_vision.described("qwen2_audio"))
+    with pytest.raises(McaError, match="has no model of its features alone; install a newer version"):
+        vision_model(config, torch.float32)

@@ -2,9 +2,9 @@ import numpy as np
 
 from mca_train import TokenDataset
 from mca_train.batching.collate import CountedSamples, PadCollator, StepCollator
-from mca_train.batching.extra_columns import ExtraColumns
 from mca_train.batching.kto_kl_pairs import KtoKlPairs
 from mca_train.data.token_dataset import describe_order
+from mca_train.trainer.dpo import ExtraColumns
 
 
 def samples(count):

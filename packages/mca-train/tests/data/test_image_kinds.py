@@ -10,7 +10,18 @@ import pytest
 import torch
 import transformers
 from drawn_images import draw
-from image_kinds import KINDS, SIDE, SIZES, gemma4, idefics, lfm2_vl, llava_next, llava_onevision, mistral3
+from image_kinds import (
+    KINDS,
+    SIDE,
+    SIZES,
+    gemma4,
+    idefics,
+    lfm2_vl,
+    llava_next,
+    llava_onevision,
+    mistral3,
+    ovis2,
+)
 from PIL import Image
 from tokenizers_for_tests import byte_tokenizer
 from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
@@ -74,11 +85,16 @@ def test_tokens_and_pixels_are_those_of_the_familys_own_processor(made):
             "idefics3": "<image>",
             "smolvlm": "<image>",
             "lfm2_vl": "<image>",
+            "ovis2": "<IMG_ATOM>",
             "llama4": "<|patch|>",
             "kimi_k25": "<|media_pad|>",
             "deepseek_vl": "<image_placeholder>",
         }[kind.config.model_type]
     )
+    if kind.config.model_type == "ovis2":  # its marks have features too
+        placeholder |= torch.isin(
+            sample["input_ids"], torch.tensor(kind.config.vision_fields["visual_indicator_token_ids"])
+        )
     reported = torch.zeros_like(placeholder)
     for place in sample["images"].places:
         reported[place.start : place.start + place.tokens] = True
@@ -168,6 +184,24 @@ def test_images_of_any_size_have_the_tiles_of_idefics(resized, tmp_path):
         grid = tokens.grid(height, width)
         assert grid == tokens._made(made.data)[0], (height, width)
         assert grid.rows == len(made["pixel_values"][0])
+
+
+@pytest.mark.parametrize("covering", [True, False])
+def test_images_of_any_size_have_the_tiles_of_ovis2(covering, tmp_path):
+    kind, _ = ovis2(use_covering_area_grid=covering)
+    kind.processor.save_pretrained(tmp_path)
+    tokens = image_tokens(kind.config, (tmp_path,), kind.tokenizer)
+    found = set()
+    for height, width in itertools.product((5, 16, 17, 31, 40, 48, 65), repeat=2):
+        made = kind.processor([np.zeros((height, width, 3), np.uint8)], return_tensors="pt")
+        grid = tokens.grid(height, width)
+        assert grid == tokens._made(made.data)[0], (height, width)
+        assert grid.rows == len(made["pixel_values"])
+        found.add(made["grids"].tolist()[0][0])
+    assert len(found) > 3
+    kind.config.vision_fields["visual_indicator_token_ids"] = [1, 2]
+    with pytest.raises(UsageError, match=r"visual_indicator_token_ids is \[1, 2\]; expected \[\d+, "):
+        image_tokens(kind.config, (tmp_path,), kind.tokenizer)
 
 
 def test_other_sizes_of_tiled_images_than_the_models_are_refused(tmp_path):

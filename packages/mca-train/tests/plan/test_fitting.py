@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from mca_config import TrainingArguments
-from mca_config.command_line import from_namespace
 from mca_config.errors import UsageError
 from mca_config.layout import ParallelLayout
+from mca_config.parser import from_namespace
 from mca_models.megatron import platform
 from mca_models.templates import config_from_hf
 from mca_train.plan.counts import ModelCounts

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mca_train.cli import main
-from mca_train.report.report_command import write_report
+from mca_train.report.page import write_report
 from mca_train.report.run_files import read_run
 
 BROWSER = next(

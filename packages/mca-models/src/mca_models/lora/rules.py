@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from mca_config.errors import McaError, raise_problems
 from mca_config.model_config import McaModelConfig
 from mca_models.lora.config import AdapterConfig
-from mca_models.lora.peft_load_warnings import peft_load_warnings
+from mca_models.lora.peft_names import peft_load_warnings
 from mca_models.lora.targets import UNSAVED, Target, linear_targets, stacked_targets
 from mca_models.lora.unmatched_entries import ineffective_exclusions, unmatched_entries
 from mca_models.templates import get_family

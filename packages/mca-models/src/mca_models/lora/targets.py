@@ -22,7 +22,7 @@ _RENAMED = (".shared_experts.", ".self_attention.")
 """Parts of the names of linears that files name differently from modules."""
 UNSAVED = (Stage.MTP, Stage.VISION, Stage.PASSTHROUGH)
 """Whose parameters are not saved whole."""
-_TABLES = ("pos_embed", "position_embedding")
+_TABLES = ("pos_embed", "position_embedding", "embeddings_table")
 """Modules of vision models that are embeddings."""
 
 
@@ -127,7 +127,7 @@ def _linear_module_targets(param: Param) -> Iterator[Target]:
 
 
 def _vision_targets(param: Param, config: McaModelConfig) -> Iterator[Target]:
-    """A linear of the vision model: what has a weight of two axes and is no table of positions."""
+    """A linear of the vision model: what has a weight of two axes and is no table."""
     vision = get_family(config.model_type).vision
     if vision is None or param.stage is not Stage.VISION or len(param.shape or ()) != 2 or len(param.hf) > 1:
         return

@@ -9,6 +9,7 @@ from mca_models.media.positions import (
     placeholders,
     positions,
 )
+from mca_models.media.tile_order import tile_order
 
 __all__ = [
     "MEDIA",
@@ -18,4 +19,5 @@ __all__ = [
     "feature_rows_of_batch",
     "placeholders",
     "positions",
+    "tile_order",
 ]

@@ -247,7 +247,7 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
         "as of the text part",
     ),
     "llava_next": (
-        "LLaVA 1.6, Granite Vision 3: the same on tiles; `llama`, `mistral`, `qwen2` or `granite`",
+        "LLaVA 1.6: the same on tiles; `llama`, `mistral` or `qwen2`",
         "as of the text part",
     ),
     "llava_onevision": (
@@ -257,6 +257,7 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
     "idefics3": ("`llama` with a SigLIP vision model on tiles", "as of the text part"),
     "smolvlm": ("SmolVLM 2: `llama` with a SigLIP vision model on tiles", "as of the text part"),
     "lfm2_vl": ("`lfm2` with a SigLIP 2 vision model on tiles", "as of the text part"),
+    "ovis2": ("`qwen2` with a vision model whose patches are shares of visual words", "as of the text part"),
     "qwen2_5_omni_thinker": ("`qwen2` with a vision model and an audio encoder", "as of the text part"),
     "qwen2_5_omni": (
         "`qwen2_5_omni_thinker`, which is trained, and a talker, which is copied",
@@ -272,6 +273,9 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
     ),
     "qwen3_asr": ("`qwen3` with the audio encoder of `qwen3_omni_moe_thinker`", "as of the text part"),
     "qwen2_audio": ("`qwen2` with a Whisper encoder", "as of the text part"),
+    "voxtral": ("`llama` with a Whisper encoder; a clip may have several windows", "as of the text part"),
+    "audioflamingo3": ("`qwen2` with the same", "as of the text part"),
+    "glmasr": ("`llama` with an audio encoder with RoPE", "as of the text part"),
     "minimax_m3_vl": ("`minimax_m3_vl_text` with a vision model", "as of the text part"),
     "phimoe": (
         "3.5: LayerNorm, biases on attention and logits; SparseMixer routing, random in training",
@@ -325,29 +329,30 @@ _REASONS: Mapping[str, str] = {
     "an indexer over compressed keys, hash routing, several residual streams": ("deepseek_v4"),
     "a multimodal model; its text part is not extracted": (
         "cohere_compass_text dots3_note emu3 fuyu gemma3n git got_ocr2 "
-        "mllama moshi moss_transcribe_diarize musicgen musicgen_melody phi4_multimodal qwen4_exp"
+        "moshi moss_transcribe_diarize musicgen musicgen_melody phi4_multimodal qwen4_exp"
     ),
     "audio": (
-        "fun_asr_nano glmasr granite_speech granite_speech_plus inkling_mm_model kyutai_speech_to_text muse_spark "
+        "fun_asr_nano granite_speech granite_speech_plus inkling_mm_model kyutai_speech_to_text muse_spark "
         "nemo_speechlm "
-        "vibevoice_asr voxtral voxtral_realtime"
+        "vibevoice_asr voxtral_realtime"
     ),
     "a vision model that mca does not know; its text part is of a supported type": (
         "aria deepseek_vl_hybrid fast_vlm hyperclovax_vision_v2 "
         "idefics2 lfm3_vl lighton_ocr llava_next_video "
-        "minicpm_ocr minicpmv4_6 minicpmv4_7 nemotron_h_omni ovis2 perception_lm pp_chart2table qianfan_ocr "
+        "minicpm_ocr minicpmv4_6 minicpmv4_7 nemotron_h_omni perception_lm pp_chart2table qianfan_ocr "
         "video_llama_3 video_llava vipllava"
     ),
     "a vision model and a text part that mca does not know": (
-        "cohere_compass cosmos3_edge deepseek_ocr2 ernie4_5_vl_moe glm5_next glm_ocr glmga granite_docling hunyuan_vl "
+        "cohere_compass cosmos3_edge deepseek_ocr2 glm5_next glm_ocr glmga granite_docling hunyuan_vl "
         "inkling2 kosmos-2 kosmos-2.5 mistral_large4 molmo2 muse_glimmer paddleocr_vl step3p7 unlimited_ocr"
     ),
     "text that attends to the prompt in both directions": "paligemma",
+    "routed experts for the tokens of images next to those for text": "ernie4_5_vl_moe",
     "a Q-Former between the vision model and the text part": (
         "blip-2 granite4_vision instructblip instructblipvideo"
     ),
     "images as tokens of a codebook": "chameleon janus",
-    "cross-attention to the features of an image or a protein": "blip evolla idefics",
+    "cross-attention to the features of an image or a protein": "blip evolla idefics mllama",
     "an encoder-decoder model": (
         "florence2 pix2struct pp_formulanet t5gemma2 udop vision-encoder-decoder canary cohere_asr dia moonshine "
         "moonshine_streaming pop2piano seamless_m4t seamless_m4t_v2 speech-encoder-decoder speech_to_text speecht5"

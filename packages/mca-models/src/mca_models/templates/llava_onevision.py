@@ -2,31 +2,20 @@
 
 from functools import partial
 
-from mca_config.model_config import McaModelConfig
 from mca_models.templates import get_family
 from mca_models.templates.parts.clip_tower import unused_states
 from mca_models.templates.parts.llava import (
     NEWLINE,
     ONEVISION_GRIDS,
     TILED_SPELLINGS,
-    patches_per_side,
     tiled_tensors,
     tiled_tokens,
+    tokens_per_frame,
     tokens_per_tile,
+    tokens_together,
 )
 from mca_models.templates.parts.vision_language import vision_language_family
 from mca_models.templates.parts.vision_tower import PROJECTOR, NestedTextConfig, VisionModel
-
-
-def tokens_together(config: McaModelConfig) -> int:
-    """Return the features of an image next to others: those of one tile, and the one at its end."""
-    return tokens_per_tile(config, clip=False) + 1
-
-
-def tokens_per_frame(config: McaModelConfig) -> int:
-    """Return the features of a frame, whose patches are pooled by two and two."""
-    return int((patches_per_side(config, clip=False) + 1) // 2) ** 2
-
 
 FAMILY = vision_language_family(
     "llava_onevision",

@@ -30,7 +30,6 @@ from mca_models.checkpoint.mca_directory import iteration_name, latest_iteration
 from mca_models.checkpoint.placement import stored_params
 from mca_models.storage.lazy_tensor import StridedTensor
 from mca_models.templates import config_from_hf, get_family
-from mca_models.torch_checkpoint.name_variants import NamedParam, NameVariant, named_params
 from mca_models.torch_checkpoint.source import (
     ForeignSource,
     StoredParam,
@@ -38,6 +37,7 @@ from mca_models.torch_checkpoint.source import (
     locate_param,
     with_stored_dtype,
 )
+from mca_models.torch_checkpoint.storage_forms import NamedParam, NameVariant, named_params
 from mca_models.torch_checkpoint.torch_file import TorchFile, open_torch_file
 from mca_models.weights import Param
 

@@ -13,7 +13,7 @@ from mca_config.model_config import McaModelConfig
 from mca_models.media import attention_ends, feature_rows_of_batch, positions
 from mca_models.megatron.features.media import image_reach
 from mca_train.batching.micro_batch import MicroBatch
-from mca_train.data.joined_tensors import join_tensors
+from mca_train.data.image_tokens import join_tensors
 from mca_train.types import Sample
 
 Cut = Callable[[Tensor, int], Tensor]

@@ -6,7 +6,7 @@ They are outside ``sys.path`` until ``PYTHONPATH`` has what ``mca-train client``
 from pathlib import Path
 
 from mca_config.errors import UsageError
-from mca_config.suggestions import suggestion
+from mca_config.printable import suggestion
 
 _FOLDER = Path(__file__).parent
 

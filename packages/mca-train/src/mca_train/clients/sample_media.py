@@ -104,8 +104,13 @@ def _cut_off(medium: str) -> McaError:
 def _media(batch: Mapping[str, Tensor], medium: str, config: McaModelConfig) -> Iterator[Medium]:
     """Yield the images, or the videos, of ``batch``; a frame with text in front of it is a video of one frame."""
     patches, grids = (batch.get(name) for name in MEDIA_INPUTS[medium])
-    if patches is None or grids is None:
+    if patches is None:
         return
+    if grids is None:
+        raise McaError(
+            f"{medium}s of {config.model_type} are not supported with LLaMA-Factory, whose collator returns "
+            f"{MEDIA_INPUTS[medium][1]} for Qwen's models only; use mca-train sft"
+        )
     vision = get_family(config.model_type).vision
     divided = medium == "video" and vision is not None and vision.video_tokens == "timestamps"
     for (frames, rows, columns), own in zip(

@@ -53,7 +53,7 @@ class SampleMaker:
         if unknown := sorted(batch.keys() - {*_READ, *_DERIVED}):
             raise McaError(
                 f"the collator returned {', '.join(unknown)}; expected text, or images and videos as "
-                f"{', '.join(_MEDIA)}; remove audio from the dataset"
+                f"{', '.join(_MEDIA)}; use mca-train sft for audio and other media of {self.config.model_type}"
             )
         media = BatchMedia(batch, self.config)
         rows = self._rows(batch, media)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from mca_config import fields
 from mca_config.errors import UsageError
-from mca_config.suggestions import suggestion
+from mca_config.printable import suggestion
 from mca_config.types import JsonObject, Typed, Values
 from mca_models.hub import Needed, is_hub_id, resolve_directory
 from mca_train.config.arguments import DataArguments, LaunchArguments, LoraArguments

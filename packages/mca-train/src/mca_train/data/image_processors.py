@@ -26,6 +26,7 @@ from mca_train.data.image_tiles import (
     ThumbnailTokens,
     TileRowTokens,
     TileTokens,
+    WordMarkTokens,
 )
 from mca_train.data.image_tokens import ImageTokens
 from mca_train.data.patch_grids import LineTokens, PaddedPatchTokens, PatchTokens
@@ -197,6 +198,21 @@ def _thumbnail_tiles(
     return ThumbnailTokens(processor, token, write)
 
 
+_WORD_MARKS = ("<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>")
+
+
+def _word_marks(
+    processor: ImageProcessor, token: int, config: McaModelConfig, tokenizer: "PreTrainedTokenizerBase"
+) -> ImageTokens:
+    marks, known = _ids(tokenizer, *_WORD_MARKS), _vision(config).get("visual_indicator_token_ids")
+    if known is None or list(known) != marks:
+        raise UsageError(
+            f"config.json: visual_indicator_token_ids is {known}; expected {marks}, the tokenizer's of "
+            f"{', '.join(_WORD_MARKS)}"
+        )
+    return WordMarkTokens(processor, token, _tokens_per_image(config), marks)
+
+
 _COHERE_MARKS = ("<|START_OF_IMG|>", "<|END_OF_IMG|>")
 
 
@@ -260,6 +276,7 @@ _MAKERS: Mapping[str, _Maker] = {
     "joined_tiles": _joined_tiles,
     "row_column_tiles": _row_column_tiles,
     "thumbnail_tiles": _thumbnail_tiles,
+    "word_marks": _word_marks,
 }
 
 
@@ -306,11 +323,12 @@ def with_image_marks(
     """Return a tokenizer whose rendered chats have the processor's image text with one placeholder.
 
     Gemma's templates write only the start mark. The processor adds the rest to the rendered text, where line breaks
-    merge with adjacent ones into one token. Llama 4's write the mark before the tile of the whole image, and Aya
-    Vision's a word that is no token. InternVL's processor writes a title before the first frame of a video.
+    merge with adjacent ones into one token. Llama 4's write the mark before the tile of the whole image, and those
+    of Aya Vision and Ovis 2 another word than the placeholder. InternVL's processor writes a title before the first
+    frame of a video.
     """
     kind, vision = _kind(config), config.vision_fields
-    if kind in ("tile_rows", "named_tiles") and vision is not None:
+    if kind in ("tile_rows", "named_tiles", "word_marks") and vision is not None:
         placeholder = tokenizer.convert_ids_to_tokens(placeholders(vision)["image"])
         return with_image_text(tokenizer, "<|image|>" if kind == "tile_rows" else "<image>", placeholder)
     part = get_family(config.model_type).vision

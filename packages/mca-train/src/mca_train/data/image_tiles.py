@@ -7,6 +7,7 @@ Cohere       tiles with a mark behind each (Command A Vision), or behind their n
 Llama 4      tiles with marks between them, and the whole image behind them
 Idefics 3    tiles behind their row and column (SmolVLM too), and the whole image behind them
 LFM2-VL      the same, with the whole image in its own proportions
+Ovis 2       the whole image before its tiles, with marks between them, for which the tower has features
 LLaVA-NeXT   tiles whose features are joined without their padding, behind those of the whole image; LLaVA-OneVision
              does so with the only image of a sequence, and sees several as a whole
 """
@@ -21,10 +22,9 @@ import torch
 from torch import Tensor
 
 from mca_config.errors import UsageError
-from mca_models.media import ImageSpan
+from mca_models.media import ImageSpan, tile_order
 from mca_train.data.grids import Grid
-from mca_train.data.image_tokens import ImageTokens, require_unchanged
-from mca_train.data.joined_tensors import join_tensors
+from mca_train.data.image_tokens import ImageTokens, join_tensors, require_unchanged
 from mca_train.types import ImageProcessor
 
 if TYPE_CHECKING:
@@ -280,6 +280,62 @@ class RowColumnTokens(PlainTokens):
 
     def _taken(self, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {"pixel_values": made["pixel_values"][0][:, None]}
+
+
+class WordMarkTokens(PlainTokens):
+    """Image tokens of Ovis 2: the whole image before its tiles, with marks between them that have features too.
+
+    Args:
+        processor: Hugging Face image processor.
+        token: Id of the placeholder token.
+        length: Placeholders per tile.
+        marks: Ids of the marks of `tile_order`.
+    """
+
+    taken = ("pixel_values", "grids")
+
+    def __init__(self, processor: ImageProcessor, token: int, length: int, marks: Sequence[int]) -> None:
+        super().__init__(processor, token, length)
+        self._marks, source = marks, sys.modules[type(processor).__module__]
+        try:
+            self._layouts = (source.get_min_tile_covering_grid, source.get_optimal_tiled_canvas)
+        except AttributeError as error:
+            raise UsageError(
+                f"{type(processor).__name__}: this processor is not supported for Ovis 2; expected "
+                "Ovis2ImageProcessor in preprocessor_config.json"
+            ) from error
+
+    def _computed(self, height: int, width: int) -> Grid:
+        own, (covering, closest) = self.processor, self._layouts
+        if not own.crop_to_patches or own.max_patches < 2:
+            return self._tiles(1, 1)
+        side, most = (own.size["height"], own.size["width"]), own.max_patches
+        if own.use_covering_area_grid:
+            columns, rows = covering((height, width), target_patch_size=side[0], max_image_tiles=most)
+        else:
+            columns, rows = closest((height, width), side, own.min_patches, most)
+        return self._tiles(rows, columns)
+
+    def _made(self, made: dict[str, Tensor]) -> list[Grid]:
+        return [self._tiles(rows, columns) for rows, columns in made["grids"].tolist()]
+
+    def _tiles(self, rows: int, columns: int) -> Grid:
+        """Return the grid of an image that is cut into ``rows`` times ``columns`` tiles."""
+        return Grid(tile_order(rows, columns).count(None), self._length, tile_rows=rows)
+
+    def ids(self, grid: Grid) -> list[int]:
+        """Return the tokens of an image, including its marks."""
+        order = tile_order(grid.tile_rows, max(grid.rows - 1, 1) // grid.tile_rows)
+        tile = [self.token] * grid.columns
+        return [token for mark in order for token in (tile if mark is None else [self._marks[mark]])]
+
+    def marks(self, grid: Grid) -> tuple[Sequence[int], Sequence[int]]:
+        """Return the marks around an image."""
+        return self._marks[:1], self._marks[4:] if grid.rows > 1 else [self._marks[1], self._marks[4]]
+
+    def locate(self, where: Sequence[int], grid: Grid) -> list[ImageSpan]:
+        """Return the location of an image with its marks."""
+        return [ImageSpan(int(where[0]) - 1, 1, len(self.ids(grid)))]
 
 
 class JoinedTileTokens(ImageTokens):

@@ -21,8 +21,7 @@ from mca_train.data.audio_tokens import AudioTokens
 from mca_train.data.grids import Grid
 from mca_train.data.image_files import ImageFile
 from mca_train.data.image_placement import MediaFile
-from mca_train.data.image_tokens import ImageTokens
-from mca_train.data.joined_tensors import join_tensors
+from mca_train.data.image_tokens import ImageTokens, join_tensors
 from mca_train.data.message_parts import AUDIO, IMAGE, VIDEO
 from mca_train.data.video_sound import SoundingVideoTokens
 from mca_train.data.video_tokens import VideoTokens

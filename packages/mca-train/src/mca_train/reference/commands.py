@@ -9,7 +9,7 @@ from pathlib import Path
 from mca_config.errors import UsageError
 from mca_config.fields import TypeHint, alternatives, hint_origin, is_enum
 from mca_config.files import write_error
-from mca_config.suggestions import suggestion
+from mca_config.printable import suggestion
 from mca_config.types import JsonObject, Typed
 from mca_train.reference.keys import REQUIRED, Key, task_keys
 from mca_train.reference.program import program
@@ -219,7 +219,7 @@ def _model_problem(model: str) -> str:
 
 def print_completion(words: Sequence[str]) -> int:
     """Run ``completion SHELL``: print the completion script of this command."""
-    from mca_config.completion import SHELLS, completion
+    from mca_config.program import SHELLS, completion
     from mca_train.reference.keys import task_keys
 
     if len(words) != 1:

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from mca_config.completion import SHELLS
-from mca_config.program import Command, Program
+from mca_config.program import SHELLS, Command, Program
 from mca_train.tasks.table import TASKS
 from mca_train.tasks.task import Task
 
@@ -71,7 +70,7 @@ def program() -> Program:
 
 def _kind(task: Task) -> Command:
     def help_() -> str:
-        from mca_train.reference.flags import task_help
+        from mca_train.reference.keys import task_help
 
         return task_help(task)
 
@@ -171,7 +170,7 @@ def _operands(parser: "Parser") -> None:
 
 
 def _plan_flags(parser: "Parser") -> None:
-    from mca_config.command_line import add_arguments
+    from mca_config.parser import add_arguments
     from mca_train.plan.options import PlanOptions
 
     _operands(parser)

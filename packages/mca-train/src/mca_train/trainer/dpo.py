@@ -1,30 +1,31 @@
 """``DpoTrainer`` trains on preference pairs, with or without a reference model.
 
 It runs the reference and passes its log-probabilities to the loss in `losses.preference`. `data.preferences` reads the
-pairs.
+pairs. Precomputed log-probabilities are extra numbers of a dataset.
 """
 
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from mca_config.errors import McaError
 from mca_models.megatron.distributed.collectives import run_on_first_rank_unwrapped
 from mca_models.megatron.peft import PeftModels
-from mca_train.batching.extra_columns import ExtraColumns, RowSubset
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
+from mca_train.batching.packing import sequence_lengths
 from mca_train.batching.step_stream import is_stream
 from mca_train.checkpoint.output_dir import require_free, require_usable
 from mca_train.checkpoint.reference_log_probs import ReferenceLogProbs
-from mca_train.data.token_dataset import Samples
+from mca_train.data.token_dataset import VALUES, Samples, describe_order
 from mca_train.losses.options import PAIR_METRICS
 from mca_train.losses.preference import (
     PairLogps,
@@ -42,10 +43,56 @@ from mca_train.trainer.reference import (
 )
 from mca_train.trainer.rules import RULES, pairs
 from mca_train.trainer.trainer import McaTrainer
-from mca_train.types import SampleSource
+from mca_train.types import Sample, SampleSource
 
 if TYPE_CHECKING:
     from mca_models import VirtualModels
+
+
+class ExtraColumns(Dataset[Sample]):
+    """Dataset that appends one number to the ``values`` of each sequence.
+
+    Args:
+        dataset: In-memory dataset.
+        values: Numbers to append, ``[samples, sequences per sample]``.
+        sides: Prefixes of the sequences of a sample; empty: a sample is one sequence.
+    """
+
+    def __init__(self, dataset: SampleSource, values: NDArray[np.float64], sides: Sequence[str] = ()) -> None:
+        self.lengths = sequence_lengths(dataset)
+        self.order_description = describe_order(dataset)
+        self._dataset, self._values = dataset, values
+        self._prefixes = [f"{side}_" for side in sides] or [""]
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Sample:
+        sample = dict(self._dataset[index])
+        for prefix, value in zip(self._prefixes, self._values[index], strict=True):
+            before = [sample[prefix + VALUES]] if prefix + VALUES in sample else []
+            sample[prefix + VALUES] = torch.cat([*before, torch.tensor([value], dtype=torch.float64)])
+        return sample
+
+
+class RowSubset(Dataset[Sample]):
+    """Subset of ``dataset`` that keeps the lengths of its samples.
+
+    Args:
+        dataset: In-memory dataset.
+        rows: Indices of the samples.
+    """
+
+    def __init__(self, dataset: SampleSource, rows: NDArray[np.int64]) -> None:
+        self.lengths = sequence_lengths(dataset)[rows]
+        self._dataset, self._rows = dataset, rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Sample:
+        return self._dataset[int(self._rows[index])]
+
 
 logger = logging.getLogger(__name__)
 

@@ -20,6 +20,7 @@ from mca_config.errors import McaError
 from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
+from mca_models.media import tile_order
 from mca_models.megatron.features.audio_features import run_clips
 from mca_models.megatron.types import HfModel, Upstream
 from mca_models.templates import get_family
@@ -157,6 +158,8 @@ def _split_images(images: JsonObject, config: McaModelConfig) -> list[_Image]:
     assert family is not None, "a model with images has a vision model"
     if (sizes := images.get("image_sizes", images.get("spatial_shapes"))) is not None:
         return _split_sized(images, sizes, config)
+    if (tiled := images.get("grids")) is not None:
+        return _split_marked(images, tiled, config)
     if (positions := images.get("image_position_ids")) is not None:
         sizes = vision["vision_config"]
         token = 3 * (sizes.get("patch_size", 16) * sizes.get("pooling_kernel_size", 3)) ** 2
@@ -188,6 +191,19 @@ def _split_sized(images: JsonObject, sizes: Tensor, config: McaModelConfig) -> l
     return found
 
 
+def _split_marked(images: JsonObject, grids: Tensor, config: McaModelConfig) -> list[_Image]:
+    family = get_family(config.model_type).vision
+    assert family is not None and family.tokens_per_image is not None, "tiles have a fixed number of features"
+    orders = [tile_order(rows, columns) for rows, columns in grids.tolist()]
+    tiles = [order.count(None) for order in orders]
+    per_tile = family.tokens_per_image(config)
+    parts = zip(images["pixel_values"].split(tiles), grids.split(1), orders, tiles, strict=True)
+    return [
+        _Image({"pixel_values": part, "grids": grid}, count, len(order) + count * (per_tile - 1))
+        for part, grid, order, count in parts
+    ]
+
+
 def _split_clips(clips: JsonObject, config: McaModelConfig) -> list[_Image]:
     family = get_family(config.model_type).vision
     assert family is not None and family.audio is not None, "a model with audio has an audio tower"
@@ -209,6 +225,8 @@ def _concatenate(arguments: Sequence[JsonObject]) -> JsonObject:
 
 def _run_vision(vision: HfModel, images: JsonObject) -> Tensor:
     """Return ``[rows, hidden * (1 + inner layers)]``."""
+    if "grids" in images:
+        return _run_marked(vision, images)
     if "batch_num_images" in images:
         return _run_alone_and_together(vision, images)
     output = vision.get_image_features(**images, return_dict=True)
@@ -217,6 +235,16 @@ def _run_vision(vision: HfModel, images: JsonObject) -> Tensor:
     if features is None:  # Llama 4 projects them in its own forward pass
         features = vision.multi_modal_projector(output.last_hidden_state)
     return torch.cat([_flatten(each) for each in (features, *inner)], 1)
+
+
+def _run_marked(vision: HfModel, images: JsonObject) -> Tensor:
+    """Return the features of tiles and of the marks between them, in the order of their tokens."""
+    output = vision.get_image_features(images["pixel_values"], return_dict=True)
+    tiles, marks = iter(output.pooler_output), output.visual_indicator_features
+    orders = [tile_order(rows, columns) for rows, columns in images["grids"].tolist()]
+    return torch.cat(
+        [next(tiles) if mark is None else marks[mark : mark + 1] for order in orders for mark in order]
+    )
 
 
 def _run_alone_and_together(vision: HfModel, images: JsonObject) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Literal, get_args
 
 import torch
 
+from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.megatron.features.feature import Feature
@@ -60,6 +61,11 @@ def vision_model(config: McaModelConfig, dtype: torch.dtype) -> HfModel:
     config_without_text = transformers.AutoConfig.for_model(
         **copy.deepcopy(without_text(config_to_hf(config)))
     )
+    if type(config_without_text) not in transformers.MODEL_MAPPING:
+        raise McaError(
+            f"{config.model_type}: transformers {transformers.__version__} has no model of its features alone; "
+            "install a newer version"
+        )
     with no_init_weights():
         model: HfModel = transformers.AutoModel.from_config(config_without_text, dtype=dtype)
     family = get_family(config.model_type).vision

@@ -80,6 +80,16 @@ def tokens_per_tile(config: McaModelConfig, *, clip: bool = True) -> int:
     return patches_per_side(config, clip=clip) ** 2
 
 
+def tokens_together(config: McaModelConfig) -> int:
+    """Return the features of an image of LLaVA-OneVision next to others: those of one tile, and the one at its end."""
+    return tokens_per_tile(config, clip=False) + 1
+
+
+def tokens_per_frame(config: McaModelConfig) -> int:
+    """Return the features of a frame, whose patches are pooled by two and two."""
+    return int((patches_per_side(config, clip=False) + 1) // 2) ** 2
+
+
 def best_resolution(height: int, width: int, sizes: Sequence[tuple[int, int]]) -> tuple[int, int]:
     """Return the size in which most of an image of ``height`` times ``width`` remains with the least padding."""
 

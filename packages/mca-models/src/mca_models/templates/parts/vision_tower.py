@@ -38,13 +38,15 @@ ImageTokenKind = Literal[
     "joined_tiles",
     "row_column_tiles",
     "thumbnail_tiles",
+    "word_marks",
 ]
 """Division of an image into tokens: a grid of merged patches, the same of an image that is padded at its ends; tiles of
 equally many tokens, the same in rows with marks between them (``tile_rows``), each before a mark (``tile_breaks``), or
 behind its number (``named_tiles``); lines with a mark after each; a fixed number of tokens, with Gemma 3's marks around
 them (``fixed``) or alone (``plain``); a grid of pooled patches between Gemma 4's marks (``pooled``); tiles whose
 features are joined without their padding (``joined_tiles``); tiles behind their row and column
-(``row_column_tiles``); or the same before the whole image in its own proportions (``thumbnail_tiles``)."""
+(``row_column_tiles``); the same before the whole image in its own proportions (``thumbnail_tiles``);
+or the whole image before its tiles, with marks between them that have features too (``word_marks``)."""
 
 VideoTokenKind = Literal[
     "together", "timestamps", "second_after", "seconds_after", "minutes", "numbered", "pooled"
@@ -66,7 +68,7 @@ _KEYS = (
     *("audio_start_token_id", "audio_end_token_id", "position_id_per_seconds", "seconds_per_chunk"),
     "user_token_id",
     *("image_grid_pinpoints", "vision_aspect_ratio", "scale_factor"),
-    *("projector_bias", "projector_use_layernorm"),
+    *("projector_bias", "projector_use_layernorm", "visual_indicator_token_ids"),
     *("boi_token_id", "eoi_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index"),
 )
 _ROPES = ("rope_parameters", "rope_scaling")
@@ -170,6 +172,7 @@ class AudioTower:
             such clips are computed alone.
         marks: Keys of the tokens around a clip that the processor writes; None: chat templates write them.
         unpadded: The processor takes clips of any length, without padding.
+        windows: Most windows of the feature extractor that the processor makes of a longer clip; None: any number.
     """
 
     names: tuple[str, ...]
@@ -178,6 +181,7 @@ class AudioTower:
     chunk: Callable[[McaModelConfig], int] | None = None
     marks: tuple[str, str] | None = None
     unpadded: bool = False
+    windows: int | None = 1
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -268,7 +272,7 @@ class VisionModel:
     @property
     def text_module(self) -> str:
         """Return the name of the text model in transformers' class."""
-        return self.spellings[-1].text.split(".")[1]
+        return next(part for part in self.spellings[-1].text.split(".") if part.endswith("_model"))
 
     def params(self, config: McaModelConfig) -> list[Param]:
         """Every parameter of the vision model: whole on each tensor rank of the first stage."""
@@ -312,6 +316,7 @@ class NestedTextConfig:
         deepstack: Number of decoder layers that get features, by the vision model's configuration.
         defaults: Default values of the keys outside of ``vision_config``.
         towers: Keys of the towers' configurations.
+        repeated: Keys of the text model that are at the top too, with the same values.
     """
 
     text_model_type: str
@@ -321,6 +326,7 @@ class NestedTextConfig:
     deepstack: Callable[[JsonObject], int] = lambda vision: 0
     defaults: Values = field(default_factory=dict)
     towers: tuple[str, ...] = ("vision_config",)
+    repeated: tuple[str, ...] = ()
 
     def text_config(self, hf: HfConfig) -> HfConfig:
         """Return the keys that describe the text model."""
@@ -344,6 +350,7 @@ class NestedTextConfig:
         """Return the fields of ``McaModelConfig`` that the text keys do not give."""
         vision = {**self.defaults, **{key: hf[key] for key in _KEYS if key in hf}}
         vision |= {key: as_object(hf, key) for key in self.towers}
+        self._require_equal(hf)
         sections, turns = self._sections(hf) if self.rope else (None, False)
         return {
             "text_model_type": self.text_model_type,
@@ -352,6 +359,14 @@ class NestedTextConfig:
             "mrope_interleaved": turns,
             "deepstack_layers": self.deepstack(vision.get("vision_config", {})),
         }
+
+    def _require_equal(self, hf: HfConfig) -> None:
+        text = hf.get("text_config") or {}
+        for key in self.repeated:
+            if key in hf and key in text and hf[key] != text[key]:
+                raise HfConfigError(
+                    f"config.json: '{key}' is {hf[key]!r:.80}, but {text[key]!r:.80} in text_config; they must be equal"
+                )
 
     def _sections(self, hf: HfConfig) -> tuple[tuple[int, ...], bool]:
         """Return RoPE sections; whether they interleave follows from the family alone, as in transformers."""
@@ -371,13 +386,15 @@ class NestedTextConfig:
         """Return ``hf`` with ``changes`` to its text keys."""
         if "text_config" not in hf:
             return {**hf, **changes}
-        return {**hf, "text_config": {**hf["text_config"], **changes}}
+        both = {key: changes[key] for key in self.repeated if key in changes and key in hf}
+        return {**hf, **both, "text_config": {**hf["text_config"], **changes}}
 
     def compose(self, text: HfConfig, config: McaModelConfig) -> HfConfig:
         """Compose the file for ``config`` from the keys ``text`` of its text model."""
         inside = {**text, "model_type": self.text_model_type}
         kept = () if self.text_ties == "alone" else ("tie_word_embeddings",)
         top = {key: inside.pop(key) for key in ("architectures", "dtype", *kept)}
+        top |= {key: inside[key] for key in self.repeated}
         if config.mrope is not None:
             sections = {
                 "mrope_section": list(config.mrope.mrope_section),

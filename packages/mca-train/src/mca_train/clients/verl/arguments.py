@@ -4,7 +4,7 @@ from dataclasses import MISSING, fields
 
 from mca_config.arguments.megatron import MegatronArguments
 from mca_config.errors import McaError
-from mca_config.suggestions import suggestion
+from mca_config.printable import suggestion
 from mca_config.training import TrainingArguments
 from mca_config.types import JsonObject
 from mca_train.clients.verl.adapters import require_supported_adapter

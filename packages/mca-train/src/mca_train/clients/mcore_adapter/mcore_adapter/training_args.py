@@ -7,6 +7,7 @@ from mca_config import training
 from mca_config.arguments import DistributingParallelArguments
 from mca_models.megatron import platform
 
+from .model_types import accept_model_types
 from .other_trainers import reject_other_trainers
 
 __all__ = ["DistributingParallelArguments", "Seq2SeqTrainingArguments", "TrainingArguments"]
@@ -25,6 +26,7 @@ class TrainingArguments(training.TrainingArguments):
 
     def __post_init__(self) -> None:
         reject_other_trainers()
+        accept_model_types()
         if self.distributed_timeout_minutes is not None:
             self.ddp_timeout = self.distributed_timeout_minutes * 60
         ratio = getattr(self, "warmup_ratio", None)  # transformers 5.6 still has it
