@@ -162,6 +162,7 @@ _IN_ITS_FILE = (
     "smolvlm",
     "starcoder2",
     "vaultgemma",
+    "vipllava",
     "voxtral",
     "youtu",
 )
