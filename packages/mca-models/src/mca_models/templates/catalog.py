@@ -250,6 +250,7 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
         "LLaVA 1.6: the same on tiles; `llama`, `mistral` or `qwen2`",
         "as of the text part",
     ),
+    "vipllava": ("`llama` with a CLIP vision model, of which several layers are seen", "as of the text part"),
     "llava_onevision": (
         "`qwen2` with a SigLIP vision model; the only image of a sequence is cut into tiles",
         "as of the text part",
@@ -286,6 +287,10 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
         "experts",
         "our layer and router",
     ),
+    "minimax": (
+        "MiniMax-Text-01: lightning attention in most layers, a residual stream through the norms with factors, MoE",
+        "our lightning attention",
+    ),
     "lfm2": ("gated short convolutions in most layers, QK-norm for each head", "our short convolution"),
     "lfm3": (
         "gated short convolutions, sliding windows with their own RoPE, an output gate for each head",
@@ -321,7 +326,7 @@ _REASONS: Mapping[str, str] = {
     "state space or recurrent layers, alone or between attention layers": (
         "falcon_mamba jamba mamba mamba2 recurrent_gemma rwkv xlstm zamba zamba2"
     ),
-    "linear attention other than gated delta net and Kimi delta attention": ("bailing_hybrid minimax"),
+    "lightning attention with norms of heads, and MLA": "bailing_hybrid",
     "short convolutions in place of attention, or before it": ("inkling2_text inkling_text zaya"),
     "two kinds of MLA, with an indexer and with a sliding window": "dots3_note_text",
     INDEXER + ", and several residual streams": "hy_v4",
@@ -340,7 +345,7 @@ _REASONS: Mapping[str, str] = {
         "aria deepseek_vl_hybrid fast_vlm hyperclovax_vision_v2 "
         "idefics2 lfm3_vl lighton_ocr llava_next_video "
         "minicpm_ocr minicpmv4_6 minicpmv4_7 nemotron_h_omni perception_lm pp_chart2table qianfan_ocr "
-        "video_llama_3 video_llava vipllava"
+        "video_llama_3 video_llava"
     ),
     "a vision model and a text part that mca does not know": (
         "cohere_compass cosmos3_edge deepseek_ocr2 glm5_next glm_ocr glmga granite_docling hunyuan_vl "
