@@ -197,6 +197,28 @@ MODELS["thinker"] = {
         **{"encoder_attention_heads": 8, "encoder_ffn_dim": 2048, "output_dim": 1024},
     },
 }
+MODELS["grouped heads"] = {
+    "model_type": "exaone4_5",
+    "architectures": ["Exaone4_5_ForConditionalGeneration"],
+    "image_token_id": 31990,
+    "video_token_id": 31991,
+    "tie_word_embeddings": False,
+    "text_config": _BASE | {"model_type": "exaone4", "sliding_window": None},
+    "vision_config": {
+        **{"model_type": "exaone4_5_vision", "depth": 12, "hidden_size": 512, "num_heads": 8},
+        **{"intermediate_size": 2048, "out_hidden_size": 1024, "fullatt_block_indexes": [3, 7, 11]},
+        "num_key_value_heads": 2,
+    },
+}
+MODELS["aligner"] = {
+    "model_type": "deepseek_vl",
+    "architectures": ["DeepseekVLForConditionalGeneration"],
+    "image_token_id": 31990,
+    "tie_word_embeddings": False,
+    "text_config": _BASE | {"model_type": "llama"},
+    "vision_config": _TOWER
+    | {"model_type": "siglip_vision_model", "image_size": 384, "patch_size": 16, "vision_use_head": False},
+}
 MODELS["pooled"] = {
     "model_type": "gemma4",
     "architectures": ["Gemma4ForConditionalGeneration"],
@@ -340,6 +362,10 @@ CASES: dict[str, tuple[str, str, int, Values]] = {
     "padded patches": ("padded patches", "sft", 8, {"freeze": [], EP: 4}),
     "thinker": ("thinker", "sft", 8, {"freeze": []}),
     "thinker frozen": ("thinker", "sft", 8, {PP: 2}),
+    "grouped heads": ("grouped heads", "sft", 8, {"freeze": []}),
+    "grouped heads frozen": ("grouped heads", "sft", 8, {PP: 2}),
+    "aligner": ("aligner", "sft", 8, {"freeze": []}),
+    "aligner frozen": ("aligner", "sft", 8, {PP: 2}),
     "pooled": ("pooled", "sft", 8, {"freeze": []}),
     "pooled frozen": ("pooled", "sft", 8, {PP: 2}),
     "inner layer frozen": ("inner layer", "sft", 8, {PP: 2}),
