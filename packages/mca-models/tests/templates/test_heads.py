@@ -38,7 +38,9 @@ def test_every_family_has_the_heads_that_transformers_has():
             assert named(name, "token_classification") == tokens.get(name), name
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_audio", "qwen2_5_omni_thinker", "qwen3_asr", "gemma3", "gemma4"])
+@pytest.mark.parametrize(
+    "model_type", ["qwen2_audio", "qwen2_5_omni_thinker", "qwen3_asr", "gemma3", "gemma4"]
+)
 def test_models_that_take_media_have_no_heads(model_type):
     for kind in ("sequence_classification", "token_classification"):
         with pytest.raises(McaError, match=f"of {model_type} models in mca, only of text models"):

@@ -104,8 +104,8 @@ def class_name(model_type: str, kind: HeadKind) -> str:
     without = _NOT_OF_TOKENS if kind == "token_classification" else _NOT_OF_SEQUENCES
     if model_type not in _SEQUENCE or model_type in without:
         raise McaError(
-            f"there is no {end} of {model_type} models in mca, only of text models for which transformers has the class; "
-            "choose a model of another family"
+            f"there is no {end} of {model_type} models in mca, only of text models for which transformers has the "
+            "class; choose a model of another family"
         )
     return _SEQUENCE[model_type] + end
 
