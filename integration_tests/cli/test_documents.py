@@ -46,7 +46,20 @@ and scripts from this process, so what they import (some ten seconds each time) 
 """
 AS_PUBLISHED = dict.fromkeys(("docs/plan.md", "docs/out_of_memory.md"), "tools/recipes/qwen3-8b.json")
 """Pages whose sizes are not changed, as plans need neither weights nor data; and the model's ``config.json``."""
-NOT_RUN = ("pip ", "uv ", "sbatch ", "python tools/", "PYTHONPATH=", "git ", "#", "eval ", "mkdocs ")
+NOT_RUN = (
+    "pip ",
+    "uv ",
+    "source ",
+    "pytest",
+    "python examples/quickstart",
+    "sbatch ",
+    "python tools/",
+    "PYTHONPATH=",
+    "git ",
+    "#",
+    "eval ",
+    "mkdocs ",
+)
 """Beginnings of commands that install, lock, or need another machine."""
 _UNITS = {"min", "ms", "us", "KB", "MB", "GB", "MiB", "GiB"}
 _SMALL = {

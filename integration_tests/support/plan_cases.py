@@ -430,20 +430,6 @@ def checked(name: str, folder: str) -> Any:
     return findings.run
 
 
-def planned_totals(models: str) -> dict[str, list[int]]:
-    """Return the planned bytes of each stage of every case; ``models`` has a folder for each model."""
-    from mca_train.plan.memory import plan_layout
-    from mca_train.run.plan_input import make_plan_input, planned_media
-
-    found = {}
-    for name, case in CASES.items():
-        run = checked(name, f"{models}/{case[0]}")
-        plan_input = make_plan_input(run, "local", media=planned_media(run))
-        plan = plan_layout(plan_input, run.settings.training, run.layout, run.world_size)
-        found[name] = [needs.total for needs in plan.stages]
-    return found
-
-
 def plan_and_dry_run(name: str, folder: str, stage: int) -> tuple[int, list[int]]:
     """Bytes that the dry run finds on a stage, and those that the plan says of all; runs in a process of its own."""
     from mca_train.dry_run.stages import count_micro_batches

@@ -35,6 +35,9 @@ DENSE = (
     "glm46v",
     "qwen2_audio",
     "qwen3_asr",
+    "voxtral",
+    "audioflamingo3",
+    "glmasr",
     "qwen2_5_omni_thinker",
 )
 VIDEOS = tuple(

@@ -15,7 +15,7 @@ BOUND = 40
 
 LONGER = {
     "a table of a vision model's tensors": (
-        *("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"),
+        *("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker", "glmasr"),
         *(
             "gemma4",
             "gemma4_unified",

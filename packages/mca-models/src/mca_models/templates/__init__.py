@@ -56,6 +56,7 @@ _IN_ITS_FILE = (
     "afmoe",
     "apertus",
     "aria_text",
+    "audioflamingo3",
     "axk1",
     "aya_vision",
     "bamba",
@@ -88,6 +89,7 @@ _IN_ITS_FILE = (
     "glm4_moe_lite",
     "glm4v",
     "glm_moe_dsa",
+    "glmasr",
     "gpt2",
     "gpt_bigcode",
     "gpt_neox",
@@ -159,6 +161,7 @@ _IN_ITS_FILE = (
     "smolvlm",
     "starcoder2",
     "vaultgemma",
+    "voxtral",
     "youtu",
 )
 """Types whose family is ``FAMILY`` of the module of their name."""

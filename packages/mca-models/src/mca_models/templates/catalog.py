@@ -247,7 +247,7 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
         "as of the text part",
     ),
     "llava_next": (
-        "LLaVA 1.6, Granite Vision 3: the same on tiles; `llama`, `mistral`, `qwen2` or `granite`",
+        "LLaVA 1.6: the same on tiles; `llama`, `mistral` or `qwen2`",
         "as of the text part",
     ),
     "llava_onevision": (
@@ -273,6 +273,9 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
     ),
     "qwen3_asr": ("`qwen3` with the audio encoder of `qwen3_omni_moe_thinker`", "as of the text part"),
     "qwen2_audio": ("`qwen2` with a Whisper encoder", "as of the text part"),
+    "voxtral": ("`llama` with a Whisper encoder; a clip may have several windows", "as of the text part"),
+    "audioflamingo3": ("`qwen2` with the same", "as of the text part"),
+    "glmasr": ("`llama` with an audio encoder with RoPE", "as of the text part"),
     "minimax_m3_vl": ("`minimax_m3_vl_text` with a vision model", "as of the text part"),
     "phimoe": (
         "3.5: LayerNorm, biases on attention and logits; SparseMixer routing, random in training",
@@ -329,9 +332,9 @@ _REASONS: Mapping[str, str] = {
         "moshi moss_transcribe_diarize musicgen musicgen_melody phi4_multimodal qwen4_exp"
     ),
     "audio": (
-        "fun_asr_nano glmasr granite_speech granite_speech_plus inkling_mm_model kyutai_speech_to_text muse_spark "
+        "fun_asr_nano granite_speech granite_speech_plus inkling_mm_model kyutai_speech_to_text muse_spark "
         "nemo_speechlm "
-        "vibevoice_asr voxtral voxtral_realtime"
+        "vibevoice_asr voxtral_realtime"
     ),
     "a vision model that mca does not know; its text part is of a supported type": (
         "aria deepseek_vl_hybrid fast_vlm hyperclovax_vision_v2 "

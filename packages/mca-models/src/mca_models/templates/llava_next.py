@@ -1,4 +1,4 @@
-"""LLaVA-NeXT (1.6), Granite Vision 3: HF ``LlavaNextForConditionalGeneration``: LLaVA on tiles of an image."""
+"""LLaVA-NeXT (1.6): HF ``LlavaNextForConditionalGeneration``: LLaVA on tiles of an image."""
 
 from functools import partial
 
@@ -18,7 +18,7 @@ from mca_models.templates.parts.vision_tower import PROJECTOR, NestedTextConfig,
 FAMILY = vision_language_family(
     "llava_next",
     "LlavaNextForConditionalGeneration",
-    text_families(*map(get_family, ("llama", "mistral", "qwen2", "granite"))),
+    text_families(*map(get_family, ("llama", "mistral", "qwen2"))),
     VisionModel(
         tensors=tiled_tensors,
         spellings=TILED_SPELLINGS,

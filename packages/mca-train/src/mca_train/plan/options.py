@@ -1,9 +1,14 @@
 """Options of ``mca-train plan`` in addition to those of the run."""
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from mca_config.errors import UsageError
+
+SCHEMA, VERSION = "mca-train/plan", 1
+"""Of the JSON object of a plan."""
 
 
 def _flag(value: str, text: str) -> dict[str, str]:
@@ -88,3 +93,10 @@ class PlanOptions:
             raise UsageError("--search excludes --dry_run and --plot; plan a layout that it prints with them")
         if self.hardware is not None and self.device is None:
             raise UsageError("--hardware FILE does nothing without --device NAME, which it may define")
+
+    def render_impossible(self, problems: Sequence[str]) -> str:
+        """Return the text, or the JSON object, about a run that no hardware can run."""
+        if not self.json:
+            return "".join(["this run is impossible:\n", *(f"  - {problem}\n" for problem in problems)])
+        document = {"schema": SCHEMA, "version": VERSION, "possible": False, "problems": list(problems)}
+        return json.dumps(document, indent=2) + "\n"

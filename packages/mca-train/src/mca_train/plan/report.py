@@ -11,6 +11,7 @@ from mca_train.config.run_config import Settings
 from mca_train.plan.audio_memory import Clips
 from mca_train.plan.hardware import Device
 from mca_train.plan.memory import GIB, PARTS, Plan, StageNeeds
+from mca_train.plan.options import SCHEMA, VERSION
 from mca_train.plan.remedies import Remedy
 from mca_train.plan.vision_memory import Images
 
@@ -98,10 +99,6 @@ def _row(stage: str, layers: str, *cells: str) -> str:
     return f"{stage:>5}  {layers:<28}" + "".join(f"{cell:>14}" for cell in cells)
 
 
-SCHEMA = "mca-train/plan"
-VERSION = 1
-
-
 def plan_document(
     plan: Plan, model: McaModelConfig, device: Device | None = None, remedies: Sequence[Remedy] = ()
 ) -> JsonObject:
@@ -150,8 +147,3 @@ def _images_document(images: Images | None) -> JsonObject | None:
     if images is None:
         return None
     return {"in_each_sequence": images.count, "pixels": images.pixels, "tokens_of_each": images.tokens}
-
-
-def impossible_document(problems: Sequence[str]) -> JsonObject:
-    """Return the JSON object of a run that no hardware can run."""
-    return {"schema": SCHEMA, "version": VERSION, "possible": False, "problems": list(problems)}

@@ -23,7 +23,7 @@ from mca_train.plan.hardware import Hardware, load_hardware
 from mca_train.plan.memory import Plan, plan_layout
 from mca_train.plan.options import PlanOptions
 from mca_train.plan.remedies import Remedy, find_remedies, stages_over_limit, with_changes
-from mca_train.plan.report import impossible_document, plan_document, render, render_remedies
+from mca_train.plan.report import plan_document, render, render_remedies
 from mca_train.plan.search import OVERLAPS
 from mca_train.run import layout_search
 from mca_train.run.logs import silent_arguments
@@ -179,10 +179,7 @@ def _rank_counter(options: PlanOptions) -> Callable[[LaunchArguments, ParallelLa
 
 
 def _print_impossible(findings: Findings, options: PlanOptions) -> None:
-    if options.json:
-        sys.stdout.write(json.dumps(impossible_document(findings.impossible), indent=2) + "\n")
-        return
-    sys.stdout.write("".join(["this run is impossible:\n", *(f"  - {p}\n" for p in findings.impossible)]))
+    sys.stdout.write(options.render_impossible(findings.impossible))
 
 
 @dataclass(frozen=True)

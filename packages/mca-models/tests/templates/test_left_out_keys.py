@@ -1,0 +1,71 @@
+"""A key that ``config.json`` leaves out has the value that transformers fills in, in every family."""
+
+import copy
+import re
+from typing import Any
+
+import pytest
+import tiny_vision
+import transformers
+
+from mca_config.errors import McaError
+from mca_config.model_config import McaModelConfig
+from mca_models.templates import FAMILIES, config_from_hf, get_family
+
+PARTS = ("text_config", "vision_config", "audio_config")
+TEXT = [kind for kind, family in FAMILIES.items() if family.vision is None]
+NEEDED = re.compile(
+    r"has no '(?:\w+\.)?(\w+)'|'(?:\w+\.)?(\w+)' of config.json is None|made of its values \('(\w+)'"
+)
+GIVEN: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"num_experts_per_tok": 6},
+    "dots1": {"norm_topk_prob": True, "num_experts_per_tok": 6},
+    "glm4_moe": {"head_dim": 128},
+}
+"""Values where mca does not support transformers' default model of a family."""
+
+
+def filled_in(hf: dict[str, Any]) -> dict[str, Any]:
+    """Return ``config.json`` as transformers writes it after it has read ``hf``."""
+    return transformers.AutoConfig.for_model(**copy.deepcopy(hf)).to_dict()
+
+
+def read_with_needed_keys(hf: dict[str, Any], full: dict[str, Any]) -> McaModelConfig:
+    """Read ``hf``, with the keys of ``full`` that mca does not read a model without added to it."""
+    while True:
+        try:
+            return config_from_hf(copy.deepcopy(hf))
+        except McaError as error:
+            found = NEEDED.search(str(error))
+            if found is None:
+                raise
+            key = found[1] or found[2] or found[3]
+            for inside, outside in [(hf, full), *((hf[part], full[part]) for part in PARTS if part in hf)]:
+                if key in outside and key not in inside:
+                    inside[key] = outside[key]
+                    break
+            else:
+                raise
+
+
+@pytest.mark.parametrize("kind", TEXT)
+def test_keys_that_a_text_model_leaves_out_are_those_of_transformers(kind: str) -> None:
+    given = {"model_type": kind, **GIVEN.get(kind, {})}
+    full = filled_in(given)
+    found, expected = read_with_needed_keys(given, full), config_from_hf(full)
+    assert found.to_fields() | {"hf_config": None} == expected.to_fields() | {"hf_config": None}
+
+
+@pytest.mark.parametrize("case", sorted(tiny_vision.CASES))
+def test_keys_that_towers_leave_out_are_those_of_transformers(case: str) -> None:
+    hf = tiny_vision.described(case)
+    for part in PARTS[1:]:
+        if isinstance(hf.get(part), dict):
+            hf[part] = {key: hf[part][key] for key in ("model_type",) if key in hf[part]}
+    full = filled_in(hf)
+    family = get_family(hf["model_type"])
+    found, expected = read_with_needed_keys(hf, full), config_from_hf(full)
+    assert family.hf_shapes(found) == family.hf_shapes(expected)
+    assert family.vision is not None
+    if family.vision.tokens_per_image is not None:
+        assert family.vision.tokens_per_image(found) == family.vision.tokens_per_image(expected)
