@@ -16,6 +16,8 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from mca_train.types import Upstream
+
 _COALESCED = (
     torch.ops.c10d.reduce_scatter_tensor_coalesced_.default,
     torch.ops.c10d.allgather_into_tensor_coalesced_.default,
@@ -110,7 +112,7 @@ class FakeValues(TorchDispatchMode):
                 true_options["device"] = _HOST
             return func(*true_args, **true_options)
 
-    def _writes_known_numbers(self, func: Any, tensors: Sequence[torch.Tensor]) -> bool:
+    def _writes_known_numbers(self, func: Upstream, tensors: Sequence[torch.Tensor]) -> bool:
         """Return True if ``func`` writes known numbers, such as lengths, into a tensor of known numbers."""
         if func.namespace != "aten" or not tensors or any(tensor not in self._known for tensor in tensors):
             return False

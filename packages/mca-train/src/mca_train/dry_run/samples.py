@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +19,7 @@ from mca_train.dry_run.fake_values import FakeValues
 from mca_train.losses.moe_aux import routers
 from mca_train.plan.audio_memory import Clips, PlannedMedia
 from mca_train.plan.vision_memory import Images
+from mca_train.types import Upstream
 
 
 class LongestSamples(Dataset[JsonObject]):
@@ -174,12 +174,12 @@ def convert_known_values(answers: FakeValues) -> Iterator[None]:
 
     make = torch.tensor
 
-    def of_numbers(data: object, *args: Any, **options: Any) -> torch.Tensor:
+    def make_known(data: object, **options: Upstream) -> torch.Tensor:
         if isinstance(data, list) and any(isinstance(each, torch.Tensor) for each in data):
             data = [each.item() if isinstance(each, torch.Tensor) else each for each in data]
-        return make(data, *args, **options)
+        return make(data, **options)
 
-    with replaced(torch.Tensor, "numpy", either), replaced(torch, "tensor", of_numbers):
+    with replaced(torch.Tensor, "numpy", either), replaced(torch, "tensor", make_known):
         yield
 
 

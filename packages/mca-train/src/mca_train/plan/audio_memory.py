@@ -5,10 +5,11 @@ The lines are taken from dry runs, as those of `vision_memory`.
 
 import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mca_config.errors import UsageError
 from mca_config.model_config import McaModelConfig
+from mca_config.types import JsonObject
 from mca_models.templates import get_family
 from mca_models.templates.parts.layer_costs import SavedTensor
 from mca_train.plan.sizes import Sizes
@@ -182,7 +183,7 @@ def plan_clips(
     return clips if clips.count else None
 
 
-def _sizes(config: McaModelConfig) -> dict[str, Any] | None:
+def _sizes(config: McaModelConfig) -> JsonObject | None:
     """Return the audio tower's configuration with its defaults; None: there is none, or an unknown one."""
     audio = (config.vision_fields or {}).get("audio_config")
     if audio is None:
@@ -190,7 +191,7 @@ def _sizes(config: McaModelConfig) -> dict[str, Any] | None:
     from transformers import CONFIG_MAPPING
 
     whole = CONFIG_MAPPING[config.model_type](audio_config=copy.deepcopy(dict(audio)))
-    found: dict[str, Any] = whole.audio_config.to_dict()
+    found: JsonObject = whole.audio_config.to_dict()
     return found if found["model_type"] in _KINDS else None
 
 
