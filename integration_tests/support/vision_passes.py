@@ -24,6 +24,7 @@ DENSE = (
     "gemma4-e2b",
     "gemma4_unified",
     "llava",
+    "vipllava",
     "llava_next",
     "llava_onevision",
     "idefics3",

@@ -44,7 +44,16 @@ LONE_VIDEO_ROWS: tuple[tuple[tuple[int, int], ...], ...] = (((1, 0), (14, 2)), (
 """The same of LLaVA-OneVision, whose images are the only ones of their rows and have more tokens."""
 SECONDS = (1.5, 0.3)
 """From one frame to the next of each video."""
-ONE_SIZE = ("internvl", "gemma3", "llava", "deepseek_vl", "llama4", "cohere2_vision", "aya_vision")
+ONE_SIZE = (
+    "internvl",
+    "gemma3",
+    "llava",
+    "vipllava",
+    "deepseek_vl",
+    "llama4",
+    "cohere2_vision",
+    "aya_vision",
+)
 """Begin the names of cases whose images are all of one size."""
 ALONE = ("idefics3", "smolvlm")
 """The same, where transformers takes a batch of tiles for each row; here each tile is one of its own."""

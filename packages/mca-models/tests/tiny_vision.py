@@ -270,6 +270,12 @@ CASES: dict[str, Case] = {
             "tie_word_embeddings": False,
         },
     ),
+    "vipllava": (
+        "vipllava",
+        {"model_type": "llama"},
+        {**_SIGLIP, "model_type": "clip_vision_model", "patch_size": 8},
+        {"image_token_index": 65, "vision_feature_layer": [-2, 1]},
+    ),
     "llava_next": (
         "llava_next",
         {"model_type": "mistral", "sliding_window": None},

@@ -34,6 +34,7 @@ PUBLISHED = {
     "llava-1.6-mistral-7b": 7_566_747_648,
     "idefics3-8b-llama3": pytest.approx(8.46e9, abs=0.01e9),
     "llava-onevision-qwen2-7b": pytest.approx(8.03e9, abs=0.01e9),
+    "vip-llava-7b": pytest.approx(7.08e9, abs=0.01e9),
     "ovis2-1b": pytest.approx(1.131e9, abs=0.001e9),  # 1.27e9 with a copy of the embedding as head
     "lfm2-vl-450m": pytest.approx(0.451e9, abs=0.001e9),
     "smolvlm2-2.2b": pytest.approx(2.25e9, abs=0.01e9),

@@ -161,6 +161,7 @@ _IN_ITS_FILE = (
     "smolvlm",
     "starcoder2",
     "vaultgemma",
+    "vipllava",
     "voxtral",
     "youtu",
 )

@@ -250,6 +250,7 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
         "LLaVA 1.6: the same on tiles; `llama`, `mistral` or `qwen2`",
         "as of the text part",
     ),
+    "vipllava": ("`llama` with a CLIP vision model, of which several layers are seen", "as of the text part"),
     "llava_onevision": (
         "`qwen2` with a SigLIP vision model; the only image of a sequence is cut into tiles",
         "as of the text part",
@@ -340,7 +341,7 @@ _REASONS: Mapping[str, str] = {
         "aria deepseek_vl_hybrid fast_vlm hyperclovax_vision_v2 "
         "idefics2 lfm3_vl lighton_ocr llava_next_video "
         "minicpm_ocr minicpmv4_6 minicpmv4_7 nemotron_h_omni perception_lm pp_chart2table qianfan_ocr "
-        "video_llama_3 video_llava vipllava"
+        "video_llama_3 video_llava"
     ),
     "a vision model and a text part that mca does not know": (
         "cohere_compass cosmos3_edge deepseek_ocr2 glm5_next glm_ocr glmga granite_docling hunyuan_vl "
