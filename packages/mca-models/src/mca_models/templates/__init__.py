@@ -118,6 +118,7 @@ _IN_ITS_FILE = (
     "mimo",
     "mimo_v2_flash",
     "minicpm3",
+    "minimax",
     "minimax_m2",
     "deepseek_vl",
     "exaone4_5",

@@ -287,6 +287,10 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
         "experts",
         "our layer and router",
     ),
+    "minimax": (
+        "MiniMax-Text-01: lightning attention in most layers, a residual stream through the norms with factors, MoE",
+        "our lightning attention",
+    ),
     "lfm2": ("gated short convolutions in most layers, QK-norm for each head", "our short convolution"),
     "lfm3": (
         "gated short convolutions, sliding windows with their own RoPE, an output gate for each head",
@@ -322,7 +326,7 @@ _REASONS: Mapping[str, str] = {
     "state space or recurrent layers, alone or between attention layers": (
         "falcon_mamba jamba mamba mamba2 recurrent_gemma rwkv xlstm zamba zamba2"
     ),
-    "linear attention other than gated delta net and Kimi delta attention": ("bailing_hybrid minimax"),
+    "lightning attention with norms of heads, and MLA": "bailing_hybrid",
     "short convolutions in place of attention, or before it": ("inkling2_text inkling_text zaya"),
     "two kinds of MLA, with an indexer and with a sliding window": "dots3_note_text",
     INDEXER + ", and several residual streams": "hy_v4",
