@@ -254,6 +254,9 @@ def critic_jobs(request: pytest.FixtureRequest, inputs: Path) -> Iterator[dict[s
     if selected(request, test_a_new_value_head_is_the_same_on_every_layout):
         yield critic_of(layout_job(inputs, "tp2", name="head-tp2"), model="model")
         yield critic_of(layout_job(inputs, "pp2", *PADDED, name="head-pp2"), model="model")
+    for layout in ("tp2", "dp2") if selected(request, test_a_critic_with_lora_trains_its_head_too) else ():
+        lora = layout_job(inputs, layout, "model.lora_rank=4", name=f"critic-lora-{layout}")
+        yield critic_of(lora) | {"trains": [".lora.lora_", "output_layer"]}
 
 
 def selected(request: pytest.FixtureRequest, *tests: Callable[..., None]) -> bool:
@@ -439,6 +442,12 @@ def test_a_reward_model_as_critic_has_its_values(mca, fsdp):
 def test_a_new_value_head_is_the_same_on_every_layout(mca):
     """A language model gets a new head, which the seed decides."""
     same_iterations(mca, "head-tp2", "head-pp2")
+
+
+@pytest.mark.qualify
+def test_a_critic_with_lora_trains_its_head_too(mca):
+    """The jobs check what is trained; verl's FSDP engine would put an adapter on the head instead."""
+    same_iterations(mca, "critic-lora-tp2", "critic-lora-dp2")
 
 
 @pytest.mark.cases(0, always=["ep2"])

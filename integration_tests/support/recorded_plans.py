@@ -58,11 +58,11 @@ def _kinds(run: Any) -> Iterator[tuple[str, list[Any]]]:
     from mca_train.plan.memory import plan_layout
     from mca_train.plan.remedies import with_changes
     from mca_train.plan.search import predict_step_time
-    from mca_train.run.plan_input import make_plan_input, planned_images
+    from mca_train.run.plan_input import make_plan_input, planned_media
 
     args, world_size = run.settings.training, run.world_size
-    images = planned_images(run)
-    local = make_plan_input(run, "local", images=images)
+    images = planned_media(run)
+    local = make_plan_input(run, "local", media=images)
     fused = replace(
         local,
         implementation="transformer_engine",
