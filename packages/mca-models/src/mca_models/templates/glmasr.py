@@ -37,7 +37,8 @@ def tensors(config: McaModelConfig) -> Shapes:
     _, audio = vision_values(config, "audio_config")
     width, inner = audio.size("hidden_size", 1280), audio.size("intermediate_size", 5120)
     heads = audio.size("num_attention_heads", 20)
-    grouped = width // heads * (audio.values.get("num_key_value_heads") or heads)
+    few = audio.values.get("num_key_value_heads") is not None
+    grouped = width // heads * (audio.size("num_key_value_heads", heads) if few else heads)
     layer = {
         **linear("self_attn.q_proj", width, width),
         **linear("self_attn.k_proj", grouped, width, bias=False),

@@ -33,10 +33,9 @@ _EPSILON = 1e-6
 """Epsilon of the output norm, a constant in transformers."""
 
 
-def decay_rates(heads: int, layer: int, num_layers: int) -> Tensor:
+def decay_rates(heads: int, layer: int, num_layers: int, device: torch.device | None = None) -> Tensor:
     """Return the rate of each head of decoder ``layer``, in fp32: ``[heads]``."""
-    exponents = torch.arange(heads) + 1
-    rates = torch.tensor(1 / 2 ** (8 / heads)) ** exponents
+    rates: Tensor = (1 / 2 ** (8 / heads)) ** (torch.arange(heads, device=device) + 1)
     return rates * (1 - layer / (num_layers - 1 + 1e-5) + 1e-5)
 
 
@@ -92,8 +91,7 @@ class LightningAttention(torch.nn.Module):
             config, column, row, self.groups.tp, rows=4 * width, inside=width
         )
         self.gate_norm = _GateNorm(config, heads, self.channels)
-        own = slice(self.groups.tp.rank() * self.heads, (self.groups.tp.rank() + 1) * self.heads)
-        self._rates = decay_rates(heads, options["layer_number"] - 1, model.num_layers)[own]
+        self._layer = options["layer_number"] - 1, model.num_layers
 
     def forward(
         self,
@@ -115,10 +113,15 @@ class LightningAttention(torch.nn.Module):
         share = self.heads * self.channels
         qkv, gate = mixed.split([3 * share, share], -1)
         parts = silu(qkv).unflatten(-1, (self.heads, 3, self.channels)).permute(3, 1, 2, 0, 4)
-        outputs = lightning_attention(parts[0], parts[1], parts[2], self._rates.to(mixed.device))
+        outputs = lightning_attention(parts[0], parts[1], parts[2], self._rates(mixed.device))
         normal = self.gate_norm(outputs.permute(2, 0, 1, 3)).flatten(-2)
         gated: Tensor = gate.sigmoid() * normal
         return gated
+
+    def _rates(self, device: torch.device) -> Tensor:
+        """Return the rates of this rank's heads; a buffer would be rounded in a model of half precision."""
+        ranks, rank = self.groups.tp.size(), self.groups.tp.rank()
+        return decay_rates(ranks * self.heads, *self._layer, device).narrow(0, rank * self.heads, self.heads)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: Typed = None
