@@ -326,7 +326,7 @@ _REASONS: Mapping[str, str] = {
     "state space or recurrent layers, alone or between attention layers": (
         "falcon_mamba jamba mamba mamba2 recurrent_gemma rwkv xlstm zamba zamba2"
     ),
-    "lightning attention with norms of heads, and MLA": "bailing_hybrid",
+    "Kimi delta attention whose decay may be bounded, and MLA with RoPE": "bailing_hybrid",
     "short convolutions in place of attention, or before it": ("inkling2_text inkling_text zaya"),
     "two kinds of MLA, with an indexer and with a sliding window": "dots3_note_text",
     INDEXER + ", and several residual streams": "hy_v4",
