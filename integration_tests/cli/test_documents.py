@@ -291,8 +291,8 @@ def test_what_a_page_shows_runs(page, place, tmp_path, monkeypatch, capfd):
 
 
 @pytest.mark.qualify
-@pytest.mark.parametrize("name", ["vision", "video"])
-def test_a_model_learns_to_see(name, tmp_path):
+@pytest.mark.parametrize("name", ["vision", "video", "audio"])
+def test_a_model_learns_to_see_and_hear(name, tmp_path):
     command = [sys.executable, str(ROOT / "examples" / f"{name}.py"), "--output_dir", str(tmp_path / name)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

@@ -29,7 +29,6 @@ LONGER = {
             "qwen2_vl",
         ),
     ),
-    "keys of the text model that files leave out": ("gemma3", "qwen2_audio"),
     "layers with a state beside those with attention, under keys and names of their own": (
         *("falcon_h1", "granitemoehybrid", "kimi_linear", "lfm3", "minimax", "nemotron_h", "olmo_hybrid"),
         *("qwen3_5_moe_text", "qwen3_next"),

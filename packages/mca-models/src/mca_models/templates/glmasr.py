@@ -3,8 +3,6 @@
 The projector gets four states of the encoder together.
 """
 
-from dataclasses import replace
-
 from mca_config.model_config import McaModelConfig
 from mca_models.templates import get_family
 from mca_models.templates.parts.vision_language import vision_language_family
@@ -24,7 +22,6 @@ from mca_models.templates.parts.vision_tower import (
 from mca_models.templates.parts.vision_values import vision_values
 from mca_models.templates.parts.whisper_tower import convolution
 
-LLAMA = get_family("llama")
 _DEFAULTS = {
     **{"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
     **{"num_key_value_heads": 4, "vocab_size": 59264, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5},
@@ -65,7 +62,7 @@ def tensors(config: McaModelConfig) -> Shapes:
 FAMILY = vision_language_family(
     "glmasr",
     "GlmAsrForConditionalGeneration",
-    {"llama": replace(LLAMA, config=replace(LLAMA.table, defaults={**LLAMA.table.defaults, **_DEFAULTS}))},
+    {"llama": get_family("llama").with_defaults(_DEFAULTS)},
     VisionModel(
         tensors=tensors,
         spellings=(llava_spelling(AUDIO_TOWER, PROJECTOR), module_spelling(AUDIO_TOWER, PROJECTOR)),

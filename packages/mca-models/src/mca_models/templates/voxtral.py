@@ -3,8 +3,6 @@
 The projector joins states until they are as wide as the encoder's MLP.
 """
 
-from dataclasses import replace
-
 from mca_config.model_config import McaModelConfig
 from mca_models.templates import get_family
 from mca_models.templates.parts.vision_language import vision_language_family
@@ -21,7 +19,6 @@ from mca_models.templates.parts.vision_tower import (
 )
 from mca_models.templates.parts.whisper_tower import whisper_tower, whisper_values
 
-LLAMA = get_family("llama")
 _DEFAULTS = {
     **{"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 30, "num_key_value_heads": 8},
     **{"vocab_size": 131072, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "head_dim": 128},
@@ -49,7 +46,7 @@ def tokens(config: McaModelConfig, frames: int) -> int:
 FAMILY = vision_language_family(
     "voxtral",
     "VoxtralForConditionalGeneration",
-    {"llama": replace(LLAMA, config=replace(LLAMA.table, defaults={**LLAMA.table.defaults, **_DEFAULTS}))},
+    {"llama": get_family("llama").with_defaults(_DEFAULTS)},
     VisionModel(
         tensors=tensors,
         spellings=(llava_spelling(AUDIO_TOWER, PROJECTOR), module_spelling(AUDIO_TOWER, PROJECTOR)),

@@ -32,15 +32,7 @@ _LEFT_OUT = {
 
 def text_families(*texts: Family) -> dict[str, Family]:
     """Return ``texts`` by type, with transformers' values of keys that published files leave out."""
-    return {
-        text.model_type: replace(
-            text,
-            config=replace(
-                text.table, defaults={**text.table.defaults, **_LEFT_OUT.get(text.model_type, {})}
-            ),
-        )
-        for text in texts
-    }
+    return {text.model_type: text.with_defaults(_LEFT_OUT.get(text.model_type, {})) for text in texts}
 
 
 def is_clip(vision: VisionValues, *, clip: bool = True) -> bool:
