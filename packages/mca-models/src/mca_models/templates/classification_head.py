@@ -41,6 +41,7 @@ _SEQUENCE = {
     "hunyuan_v1_moe": "HunYuanMoEV1",
     "llama": "Llama",
     "minicpm3": "MiniCPM3",
+    "minimax": "MiniMax",
     "ministral": "Ministral",
     "ministral3": "Ministral3",
     "mistral": "Mistral",

@@ -5,7 +5,7 @@ from functools import partial
 from mca_config.model_config import McaModelConfig
 from mca_models.templates import get_family
 from mca_models.templates.parts.clip_tower import CLIP_SPELLINGS, clip_tower, unused_states
-from mca_models.templates.parts.llava import text_families, tokens_per_tile
+from mca_models.templates.parts.llava import LLAMA_DEFAULTS, tokens_per_tile
 from mca_models.templates.parts.vision_language import vision_language_family
 from mca_models.templates.parts.vision_tower import (
     PROJECTOR,
@@ -37,7 +37,7 @@ def tensors(config: McaModelConfig) -> Shapes:
 FAMILY = vision_language_family(
     "vipllava",
     "VipLlavaForConditionalGeneration",
-    text_families(get_family("llama")),
+    {"llama": get_family("llama").with_defaults(LLAMA_DEFAULTS)},
     VisionModel(
         tensors=tensors,
         spellings=CLIP_SPELLINGS,
