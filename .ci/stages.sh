@@ -95,10 +95,11 @@ client_environment() {
         --editable packages/mca-convert
 }
 
-# verl's trainer on its own engine and on mca's, in an environment of its own: it needs an older transformers.
+# verl FOLDER PYTHON ...: its trainer on its own engine and on mca's, in a separate environment with an older transformers.
 verl() {
-    client_environment .venv-verl "$python" .ci/verl.txt
-    .venv-verl/bin/python -m pytest -n 0 "$@" integration_tests/cli/test_verl.py
+    local folder=$1
+    client_environment "$folder" "$2" .ci/verl.txt
+    "$folder/bin/python" -m pytest -n 0 "${@:3}" integration_tests/cli/test_verl.py
 }
 
 # llamafactory FOLDER PYTHON ...: its own programs on mca, in a separate environment with the older packages that it needs.
@@ -184,11 +185,12 @@ roll_where_it_can_be() {
     fi
 }
 
+# verl on the environment's Python, which decides the version of Megatron; arguments go to pytest.
 verl_where_it_can_be() {
-    if is_python_311; then
-        stage "verl on mca" verl "$@"
+    if "$python" -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))'; then
+        stage "verl on mca" verl .venv-verl "$python" "$@"
     else
-        say "SKIPPED: .ci/verl.txt is for Python 3.11, so verl was NOT tested"
+        say "SKIPPED: .ci/verl.txt is for Python 3.11 and 3.12, so verl was NOT tested"
     fi
 }
 

@@ -46,7 +46,20 @@ and scripts from this process, so what they import (some ten seconds each time) 
 """
 AS_PUBLISHED = dict.fromkeys(("docs/plan.md", "docs/out_of_memory.md"), "tools/recipes/qwen3-8b.json")
 """Pages whose sizes are not changed, as plans need neither weights nor data; and the model's ``config.json``."""
-NOT_RUN = ("pip ", "uv ", "sbatch ", "python tools/", "PYTHONPATH=", "git ", "#", "eval ", "mkdocs ")
+NOT_RUN = (
+    "pip ",
+    "uv ",
+    "source ",
+    "pytest",
+    "python examples/quickstart",
+    "sbatch ",
+    "python tools/",
+    "PYTHONPATH=",
+    "git ",
+    "#",
+    "eval ",
+    "mkdocs ",
+)
 """Beginnings of commands that install, lock, or need another machine."""
 _UNITS = {"min", "ms", "us", "KB", "MB", "GB", "MiB", "GiB"}
 _SMALL = {
@@ -278,8 +291,8 @@ def test_what_a_page_shows_runs(page, place, tmp_path, monkeypatch, capfd):
 
 
 @pytest.mark.qualify
-@pytest.mark.parametrize("name", ["vision", "video"])
-def test_a_model_learns_to_see(name, tmp_path):
+@pytest.mark.parametrize("name", ["vision", "video", "audio"])
+def test_a_model_learns_to_see_and_hear(name, tmp_path):
     command = [sys.executable, str(ROOT / "examples" / f"{name}.py"), "--output_dir", str(tmp_path / name)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

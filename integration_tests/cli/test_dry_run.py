@@ -80,9 +80,9 @@ def model_of(name: str) -> str:
 
 def images_in(run: Any) -> Any:
     """Return the images of each sequence, if the model takes any."""
-    from mca_train.run.plan_input import planned_images
+    from mca_train.run.plan_input import planned_media
 
-    return planned_images(run, **OF_IMAGES) if run.model.vision else None
+    return planned_media(run, **OF_IMAGES) if run.model.vision else None
 
 
 def without_memory(folder: Path, kind: str, changes: dict[str, Any], rank: int, world_size: int) -> StepNeeds:

@@ -79,7 +79,7 @@ def needs(kind: str, file: Path | None, flags: list[str], gpus: int) -> tuple[in
     from mca_train.plan.hardware import load_hardware
     from mca_train.plan.memory import plan_layout
     from mca_train.plan.remedies import largest_stage, stages_over_limit
-    from mca_train.run.plan_input import make_image_check, make_plan_input, planned_images
+    from mca_train.run.plan_input import make_image_check, make_plan_input, planned_media
     from mca_train.run.rules import check
     from mca_train.run.settings import load_values, make_settings
     from mca_train.tasks.table import TASKS
@@ -93,10 +93,10 @@ def needs(kind: str, file: Path | None, flags: list[str], gpus: int) -> tuple[in
     findings = check(task, settings, lambda *_: gpus, target)
     assert findings.run is not None and not findings.impossible, findings.impossible
     run, device = findings.run, load_hardware("h100-80").device
-    images = planned_images(run)
+    images = planned_media(run)
     if images is not None:
         assert not make_image_check(run, target)(run.layout)
-    subject = make_plan_input(run, "transformer_engine", device, images=images)
+    subject = make_plan_input(run, "transformer_engine", device, media=images)
     plan = plan_layout(subject, run.settings.training, run.layout, run.world_size)
     return largest_stage(plan), stages_over_limit(plan, device)
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from train_cases import sparse_checkpoint
-from verl_data import FSDP, MCA, sft_overrides, write_inputs
+from verl_data import FSDP, MCA, sft_overrides, write_inputs, write_vision_inputs
 
 PROGRAM = Path(__file__).parents[1] / "support" / "verl_jobs.py"
 STEPS = 20
@@ -68,6 +68,11 @@ ERRORS = {
     ("engine.dtype=int8",): "engine.dtype is 'int8'; expected one of float32, bfloat16, float16",
     ("+engine.arguments.recompute_granularty=full",): "unknown argument recompute_granularty; did you mean",
     ("+engine.arguments.tensor_model_parallel_size=2",): "set engine.tensor_model_parallel_size instead",
+    ("+engine.arguments.num_train_epochs=2",): "engine.arguments.num_train_epochs has no effect in verl",
+    ("+engine.arguments.sequence_packing=true",): "has no effect in verl; set model.use_remove_padding",
+    ("engine.tensor_model_parallel_sise=2",): "Could not override 'engine.tensor_model_parallel_sise'",
+    ("+engine.tensor_parallel=2",): "unexpected keyword argument 'tensor_parallel'",
+    ("model.hf_config_path=moe",): "model.hf_config_path",
     ("optim=fsdp",): "add optim=megatron",
     ("optim.muon_momentum=0.9",): "optim.muon_momentum is 0.9, which mca does not support",
     ("+optim.override_optimizer_config.foreach=true",): "foreach is not supported by mca; expected adam_eps",
@@ -82,7 +87,9 @@ BATCH_ERRORS = (
     "verl's batch has distillation_use_topk",
     "verl's batch has calculate_sum_pi_squared",
     "verl's batch has padded input_ids; set data.pad_mode to no_padding",
-    "verl's batch has images",
+    "verl's batch has images or videos, which mca takes from verl for Qwen's vision-language models only",
+    "verl's batch has audio_features; expected images and videos as image_grid_thw, pixel_values",
+    "verl's batch has position_ids that mca does not have",
 )
 
 
@@ -155,6 +162,7 @@ def same_iterations(folder: Path, ours: str, theirs: str) -> list[tuple[int, boo
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("verl")
     write_inputs(folder)
+    write_vision_inputs(folder)
     return folder
 
 
@@ -171,6 +179,8 @@ def fsdp(request: pytest.FixtureRequest, inputs: Path) -> Path:
     rl = [] if not selected(request, test_grpo_has_the_losses_of_the_fsdp_engine) else [FSDP]
     jobs = [sft_job(inputs, "fsdp", 2, *FSDP, HF_MODEL)]
     jobs += [grpo_of(sft_job(inputs, "grpo-fsdp", 2, *options)) for options in rl]
+    if selected(request, test_images_have_the_losses_of_the_fsdp_engine):
+        jobs.append(sft_job(inputs, "images-fsdp", 2, *FSDP, *image_options(inputs), steps=8))
     if selected(request, test_the_critic_has_the_values_and_losses_of_the_fsdp_engine):
         jobs.append(critic_of(sft_job(inputs, "critic-fsdp", 2, *FSDP)))
     if selected(request, test_a_reward_model_as_critic_has_its_values):
@@ -208,6 +218,8 @@ def sft_jobs(request: pytest.FixtureRequest, inputs: Path) -> Iterator[dict[str,
     if selected(request, test_experts_have_the_losses_of_the_fsdp_engine):
         yield layout_job(inputs, "ep2", f"model.path={inputs}/moe", name="moe-ep2")
         yield layout_job(inputs, "tp2", f"model.path={inputs}/moe", name="moe-tp2")
+    for layout in ids_of(request, test_images_have_the_losses_of_the_fsdp_engine):
+        yield layout_job(inputs, layout, *image_options(inputs), name=f"images-{layout}", steps=8)
     if selected(request, test_bf16_and_padded_rows_have_about_the_losses_of_fp32):
         yield layout_job(inputs, "dp2", "engine.dtype=bfloat16", *PADDED, name="bf16")
         yield layout_job(inputs, "pp2", *PADDED, name="padded")
@@ -242,6 +254,9 @@ def critic_jobs(request: pytest.FixtureRequest, inputs: Path) -> Iterator[dict[s
     if selected(request, test_a_new_value_head_is_the_same_on_every_layout):
         yield critic_of(layout_job(inputs, "tp2", name="head-tp2"), model="model")
         yield critic_of(layout_job(inputs, "pp2", *PADDED, name="head-pp2"), model="model")
+    for layout in ("tp2", "dp2") if selected(request, test_a_critic_with_lora_trains_its_head_too) else ():
+        lora = layout_job(inputs, layout, "model.lora_rank=4", name=f"critic-lora-{layout}")
+        yield critic_of(lora) | {"trains": [".lora.lora_", "output_layer"]}
 
 
 def selected(request: pytest.FixtureRequest, *tests: Callable[..., None]) -> bool:
@@ -305,6 +320,11 @@ def lora_options(folder: Path) -> list[str]:
     return ["model.lora_rank=4", f"model.lora_adapter_path={folder}/adapter", "model.lora.merge=true"]
 
 
+def image_options(folder: Path) -> list[str]:
+    """Return overrides that train a Qwen2.5-VL on chats with images."""
+    return [f"model.path={folder}/vision", f"data.train_files={folder}/images.parquet", "data.max_length=256"]
+
+
 def resume_jobs(folder: Path) -> list[dict[str, Any]]:
     """Return jobs of a run that is killed after step 13, of its repetition, and of an uninterrupted run."""
     killed = layout_job(folder, "dp2", "trainer.save_freq=10", name="killed") | {"kill_after_lines": 13}
@@ -323,7 +343,7 @@ def option_jobs(folder: Path) -> list[dict[str, Any]]:
     kinds: dict[str, dict[str, Any]] = {
         "ppo_config": {"overrides": ppo},
         "errors": {"overrides": sft, "cases": [[], *map(list, ERRORS)]},
-        "batch_errors": {},
+        "batch_errors": {"vision": f"{folder}/vision"},
     }
     return [
         {"kind": kind, "name": kind, "ranks": 1, "log": f"{folder}/{kind}.json"} | more
@@ -346,6 +366,15 @@ def test_experts_have_the_losses_of_the_fsdp_engine(layout, mca, fsdp):
     for key in ("train/loss", "train/grad_norm"):
         # 20 steps at 1e-3 let a token change its expert
         assert logged(mca, layout, key) == pytest.approx(logged(fsdp, "moe-fsdp", key), rel=1e-4), key
+
+
+@pytest.mark.cases(0, always=["tp2"])
+@pytest.mark.parametrize("layout", ["dp2", "tp2", "pp2", "cp2"])
+def test_images_have_the_losses_of_the_fsdp_engine(layout, mca, fsdp):
+    for key in ("train/loss", "train/grad_norm"):
+        ours, theirs = logged(mca, f"images-{layout}", key), logged(fsdp, "images-fsdp", key)
+        assert len(ours) == 8
+        assert ours == pytest.approx(theirs, rel=1e-5), key  # fp32 sums in another order
 
 
 @pytest.mark.qualify
@@ -413,6 +442,12 @@ def test_a_reward_model_as_critic_has_its_values(mca, fsdp):
 def test_a_new_value_head_is_the_same_on_every_layout(mca):
     """A language model gets a new head, which the seed decides."""
     same_iterations(mca, "head-tp2", "head-pp2")
+
+
+@pytest.mark.qualify
+def test_a_critic_with_lora_trains_its_head_too(mca):
+    """The jobs check what is trained; verl's FSDP engine would put an adapter on the head instead."""
+    same_iterations(mca, "critic-lora-tp2", "critic-lora-dp2")
 
 
 @pytest.mark.cases(0, always=["ep2"])

@@ -303,7 +303,19 @@ def _slower_clock() -> None:
     _with_times(lambda times: (times * 0.9).long())
 
 
+def _exchanged_marks() -> None:
+    from mca_models.megatron.features import media_features
+
+    order = media_features.tile_order
+    others = {2: 3, 3: 2}
+    media_features.tile_order = lambda rows, columns: [
+        mark if mark is None else others.get(mark, mark) for mark in order(rows, columns)
+    ]
+
+
 FAULTS = {
+    "marks of rows between columns of tiles": (_exchanged_marks, "ovis2", "tp1"),
+    "images of a row are exchanged": (_exchanged_images, "llava_onevision", "tp1"),
     "times of frames are rounded": (_rounded_times, "qwen3_omni_moe_thinker", "tp1"),
     "a clock that is slow": (_slower_clock, "qwen2_5_omni_thinker", "tp1"),
     "all frames of a clip count": (_all_frames_of_clips, "qwen2_5_omni_thinker", "tp1"),

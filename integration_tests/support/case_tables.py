@@ -86,7 +86,14 @@ PACKED_FAMILIES = tuple(
                 "llama4_text",
                 "mimo_v2_flash",
             ),
-            *("gemma4_text-e2b", "longcat_flash", "minimax_m3_vl_text", "ministral3", "olmo_hybrid"),
+            *(
+                "gemma4_text-e2b",
+                "longcat_flash",
+                "minimax",
+                "minimax_m3_vl_text",
+                "ministral3",
+                "olmo_hybrid",
+            ),
         ],
         ("tp1", "cp2", "tp2cp2sp"),
     )

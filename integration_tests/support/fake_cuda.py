@@ -167,13 +167,13 @@ def _is_tensor(value: object) -> bool:
 def images_in(run: Any, images: dict[str, int] | None) -> Any:
     """Return the images of each sequence; a model with one image size gets only that size."""
     from mca_train.plan.vision_memory import VisionTower
-    from mca_train.run.plan_input import planned_images
+    from mca_train.run.plan_input import planned_media
 
     if images is None:
         return None
     tower = VisionTower.from_config(run.model)
     assert tower is not None, "the sizes of its vision tower are not known"
-    return planned_images(run, images["count"], tower.side or images["pixels"])
+    return planned_media(run, images["count"], tower.side or images["pixels"])
 
 
 def step_of(

@@ -134,6 +134,13 @@ ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
             "target_parameters": STACKED,
         },
     ),
+    "minimax": (
+        "minimax",
+        {
+            "target_modules": ["qkv_proj", "output_gate", "out_proj", *LINEAR[:4]],
+            "target_parameters": STACKED,
+        },
+    ),
     "lfm2": ("lfm2", {"target_modules": ["in_proj", "out_proj", "q_proj", "w1", "w2"]}),
     "lfm3": ("lfm3", {"target_modules": ["in_proj", "out_proj", "q_proj", "g_proj", "o_proj", "w1", "w2"]}),
     "lfm3-plain": ("lfm3-plain", {"target_modules": ["in_proj", "out_proj", "q_proj", "o_proj", "w1", "w2"]}),

@@ -197,6 +197,46 @@ MODELS["thinker"] = {
         **{"encoder_attention_heads": 8, "encoder_ffn_dim": 2048, "output_dim": 1024},
     },
 }
+_HEARS: Values = {
+    **{"d_model": 512, "encoder_layers": 12, "encoder_attention_heads": 8, "encoder_ffn_dim": 2048}
+}
+MODELS["clips"] = {
+    "model_type": "qwen2_audio",
+    "architectures": ["Qwen2AudioForConditionalGeneration"],
+    "audio_token_index": 31990,
+    "text_config": _BASE | {"model_type": "qwen2", "use_sliding_window": False},
+    "audio_config": _HEARS | {"model_type": "qwen2_audio_encoder"},
+}
+MODELS["strided clips"] = {
+    "model_type": "qwen3_asr",
+    "architectures": ["Qwen3ASRForConditionalGeneration"],
+    "audio_token_id": 31990,
+    "tie_word_embeddings": False,
+    "text_config": _BASE | {"model_type": "qwen3"},
+    "audio_config": _HEARS | {"model_type": "qwen3_asr_encoder", "output_dim": 1024},
+}
+MODELS["grouped heads"] = {
+    "model_type": "exaone4_5",
+    "architectures": ["Exaone4_5_ForConditionalGeneration"],
+    "image_token_id": 31990,
+    "video_token_id": 31991,
+    "tie_word_embeddings": False,
+    "text_config": _BASE | {"model_type": "exaone4", "sliding_window": None},
+    "vision_config": {
+        **{"model_type": "exaone4_5_vision", "depth": 12, "hidden_size": 512, "num_heads": 8},
+        **{"intermediate_size": 2048, "out_hidden_size": 1024, "fullatt_block_indexes": [3, 7, 11]},
+        "num_key_value_heads": 2,
+    },
+}
+MODELS["aligner"] = {
+    "model_type": "deepseek_vl",
+    "architectures": ["DeepseekVLForConditionalGeneration"],
+    "image_token_id": 31990,
+    "tie_word_embeddings": False,
+    "text_config": _BASE | {"model_type": "llama"},
+    "vision_config": _TOWER
+    | {"model_type": "siglip_vision_model", "image_size": 384, "patch_size": 16, "vision_use_head": False},
+}
 MODELS["pooled"] = {
     "model_type": "gemma4",
     "architectures": ["Gemma4ForConditionalGeneration"],
@@ -340,6 +380,16 @@ CASES: dict[str, tuple[str, str, int, Values]] = {
     "padded patches": ("padded patches", "sft", 8, {"freeze": [], EP: 4}),
     "thinker": ("thinker", "sft", 8, {"freeze": []}),
     "thinker frozen": ("thinker", "sft", 8, {PP: 2}),
+    "clips": ("clips", "sft", 8, {"freeze": []}),
+    "clips frozen": ("clips", "sft", 8, {PP: 2}),
+    "clips tp": ("clips", "sft", 8, SP | {"freeze": ["language"]}),
+    "strided clips": ("strided clips", "sft", 8, {"freeze": []}),
+    "strided clips frozen": ("strided clips", "sft", 8, {PP: 2}),
+    "thinker hears": ("thinker", "sft", 8, {"freeze": ["vision"]}),
+    "grouped heads": ("grouped heads", "sft", 8, {"freeze": []}),
+    "grouped heads frozen": ("grouped heads", "sft", 8, {PP: 2}),
+    "aligner": ("aligner", "sft", 8, {"freeze": []}),
+    "aligner frozen": ("aligner", "sft", 8, {PP: 2}),
     "pooled": ("pooled", "sft", 8, {"freeze": []}),
     "pooled frozen": ("pooled", "sft", 8, {PP: 2}),
     "inner layer frozen": ("inner layer", "sft", 8, {PP: 2}),
@@ -385,13 +435,13 @@ def plan_and_dry_run(name: str, folder: str, stage: int) -> tuple[int, list[int]
     from mca_train.dry_run.stages import count_micro_batches
     from mca_train.dry_run.step import measure_step
     from mca_train.plan.memory import plan_layout
-    from mca_train.run.plan_input import make_plan_input, planned_images
+    from mca_train.run.plan_input import make_plan_input, planned_media
 
     run = checked(name, folder)
-    args, images = run.settings.training, planned_images(run)
-    subject = make_plan_input(run, "local", images=images)
+    args, media = run.settings.training, planned_media(run)
+    subject = make_plan_input(run, "local", media=media)
     plan = plan_layout(subject, args, run.layout, run.world_size)
     count = count_micro_batches(args.gradient_accumulation_steps, run.layout, stage)
     rank = run.world_size // run.layout.pp * stage
-    found = measure_step(run.task, run.settings, run.model, rank, run.world_size, count, images)
+    found = measure_step(run.task, run.settings, run.model, rank, run.world_size, count, media)
     return found.peak, [needs.total for needs in plan.stages]

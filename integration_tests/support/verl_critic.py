@@ -71,6 +71,15 @@ def check_saved(worker: TrainingWorker, folder: Path) -> None:
     torch.testing.assert_close(ours * mask, values * mask, rtol=1e-4, atol=1e-5)
 
 
+def check_trained(worker: TrainingWorker, kinds: list[str]) -> None:
+    """Check that parameters of each of ``kinds``, fragments of names, are trained, and no others."""
+    chunks = worker.engine.models.chunks
+    trained = [name for chunk in chunks for name, param in chunk.named_parameters() if param.requires_grad]
+    assert all(any(kind in name for name in trained) for kind in kinds), trained
+    others = [name for name in trained if not any(kind in name for kind in kinds)]
+    assert not others, others
+
+
 def critic(job: dict[str, Any], config: DictConfig) -> None:
     """Run iterations of the critic and write a line of JSON for each to ``job["log"]``."""
     verl.utils.model.load_valuehead_model = _load_without_flash_attention
@@ -82,6 +91,8 @@ def critic(job: dict[str, Any], config: DictConfig) -> None:
         json.dumps(iterate(worker, rollout(RandomPolicy(), iteration)))
         for iteration in range(job["iterations"])
     ]
+    if kinds := job.get("trains"):
+        check_trained(worker, kinds)
     if job.get("saves"):
         check_saved(worker, Path(job["saves"]))
     if worker.engine.is_mp_src_rank_with_outputs() and worker.engine.get_data_parallel_rank() == 0:

@@ -1,5 +1,6 @@
 """A small model with a tokenizer and chats, and verl's command-line overrides for training on them."""
 
+import io
 import random
 from pathlib import Path
 from typing import Any
@@ -8,13 +9,19 @@ import pyarrow
 import pyarrow.parquet
 import torch
 from peft import LoraConfig, get_peft_model
+from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import (
     PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2_5_VLProcessor,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen2ForSequenceClassification,
     Qwen2ForTokenClassification,
+    Qwen2VLImageProcessor,
+    Qwen2VLVideoProcessor,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
@@ -23,6 +30,15 @@ WORDS = "the quick brown fox jumps over a lazy dog red blue river mountain sun m
 SPECIAL = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
 CHAT = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+VISION = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+VISION_CHAT = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
+    "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
@@ -69,6 +85,56 @@ def write_inputs(folder: Path) -> None:
         for _ in range(64)
     ]
     pyarrow.parquet.write_table(pyarrow.table({"messages": chats}), folder / "train.parquet")
+
+
+def write_vision_inputs(folder: Path) -> None:
+    """Write ``folder/vision``, a Qwen2.5-VL, and ``folder/images.parquet``, after `write_inputs`.
+
+    Each chat has images, because a batch of verl's trainer cannot have chats with and without them. The sides of images
+    are multiples of the size of a token, so that no program resizes them.
+    """
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "model")
+    tokenizer.add_special_tokens({"additional_special_tokens": VISION})
+    start, end, image, video = tokenizer.convert_tokens_to_ids(VISION)
+    torch.manual_seed(0)
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+    config = Qwen2_5_VLConfig(
+        text_config={**SIZES, "rope_parameters": rope},
+        vision_config={
+            **{"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4},
+            **{"out_hidden_size": 64, "fullatt_block_indexes": [1], "window_size": 16},
+        },
+        image_token_id=image,
+        video_token_id=video,
+        vision_start_token_id=start,
+        vision_end_token_id=end,
+        tie_word_embeddings=False,
+    )
+    Qwen2_5_VLForConditionalGeneration(config).save_pretrained(folder / "vision")
+    patches = {"patch_size": 4, "merge_size": 2, "size": {"shortest_edge": 256, "longest_edge": 4096}}
+    tokenizer.chat_template = VISION_CHAT
+    Qwen2_5_VLProcessor(
+        image_processor=Qwen2VLImageProcessor(**patches),
+        tokenizer=tokenizer,
+        video_processor=Qwen2VLVideoProcessor(**patches),
+        chat_template=VISION_CHAT,
+    ).save_pretrained(folder / "vision")
+    drawn = random.Random(1)
+    rows = []
+    for number in range(32):
+        sizes = [(drawn.choice((16, 24, 32)), drawn.choice((16, 24, 32))) for _ in range(1 + number % 2)]
+        question = "".join(["<image>"] * len(sizes)) + " ".join(drawn.choices(WORDS, k=5))
+        answer = " ".join(drawn.choices(WORDS, k=drawn.randint(3, 12)))
+        chat = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        rows.append({"messages": chat, "images": [_image(size, drawn) for size in sizes]})
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "images.parquet")
+
+
+def _image(size: tuple[int, int], drawn: random.Random) -> dict[str, bytes]:
+    """Return a picture of random pixels as verl reads it from a table."""
+    file = io.BytesIO()
+    Image.frombytes("RGB", size, drawn.randbytes(3 * size[0] * size[1])).save(file, "png")
+    return {"bytes": file.getvalue()}
 
 
 def sft_overrides(folder: Path, name: str, steps: int) -> list[str]:

@@ -77,7 +77,15 @@ def replay(job: dict[str, Any]) -> None:
     off |= dict.fromkeys(
         ("enable_gradient_checkpointing", "enable_activation_offload", "tokenizer", "target_parameters")
     )
-    off |= {"lora": {}, "mtp": SimpleNamespace(enable=False), "tiled_mlp": {}, "override_config": {}}
+    off |= {
+        "path": job["model"],
+        "hf_config_path": None,
+        "hf_config": SimpleNamespace(),
+        "lora": {},
+        "mtp": SimpleNamespace(enable=False),
+        "tiled_mlp": {},
+        "override_config": {},
+    }
     own: dict[str, Any] = {"forward_only": True, "dtype": "float32", "use_remove_padding": job["packed"]}
     config = _engine_config("engine.router_replay.mode=R3", **own, **job["sizes"])
     engine = McaEngine(SimpleNamespace(local_path=job["model"], **off), config, None, None)
@@ -179,7 +187,7 @@ def batch_errors(job: dict[str, Any]) -> None:
     """Write the error of batches that the engine does not support."""
     import verl_rl
 
-    Path(job["log"]).write_text(json.dumps(verl_rl.batch_errors()))
+    Path(job["log"]).write_text(json.dumps(verl_rl.batch_errors(Path(job["vision"]))))
 
 
 KINDS = {

@@ -1,6 +1,7 @@
 """A GRPO loop of verl's `TrainingWorker` with a rollout by transformers, for any engine of verl, on CPU ranks."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -256,18 +257,37 @@ def grpo(job: dict[str, Any], config: DictConfig) -> None:
     dist.destroy_process_group()
 
 
-def batch_errors() -> list[str]:
-    """Return the error of each batch that the engine mca does not support."""
-    from mca_train.clients.verl.batches import sequences, token_values
+def batch_errors(vision: Path) -> list[str]:
+    """Return the error of each batch that the engine mca does not support.
 
-    ids = torch.nested.as_nested_tensor([torch.arange(3), torch.arange(4)], layout=torch.jagged)
+    Args:
+        vision: Directory of a Qwen2.5-VL.
+    """
+    from mca_models import config_from_hf
+    from mca_train.clients.verl.batches import sequences, token_values
+    from mca_train.clients.verl.media import sample_images
+
+    document = json.loads((vision / "config.json").read_text())
+    config = config_from_hf(document)
+    text = replace(config, mrope=None)
+    image = document["image_token_id"]
+    pictures = {"pixel_values": torch.zeros(4, 96), "image_grid_thw": torch.tensor([[1, 2, 2]])}
+
+    def images_of(model: Any) -> Any:
+        return lambda data: sample_images(data, [torch.tensor([5, image, 6])], model)
+
+    places = {"position_ids": torch.nested.as_nested_tensor([torch.arange(3)], layout=torch.jagged)}
+    shifted = torch.arange(1, 4).expand(4, -1)
+    wrong = {"position_ids": torch.nested.as_nested_tensor([shifted], layout=torch.jagged)}
     found = []
     for check, tensors, values in (
         (token_values, {"temperature": torch.tensor([1.0, 0.5])}, {}),
         (token_values, {}, {"distillation_use_topk": True}),
         (token_values, {}, {"calculate_sum_pi_squared": True}),
         (sequences, {"input_ids": torch.zeros(2, 3)}, {}),
-        (sequences, {"input_ids": ids}, {"multi_modal_inputs": ["image", "image"]}),
+        (images_of(text), places, {"multi_modal_inputs": [pictures]}),
+        (images_of(config), places, {"multi_modal_inputs": [pictures | {"audio_features": torch.ones(1)}]}),
+        (images_of(config), wrong, {"multi_modal_inputs": [pictures]}),
     ):
         try:
             check(tensordict_utils.get_tensordict(tensors, values))

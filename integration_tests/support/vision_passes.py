@@ -24,6 +24,7 @@ DENSE = (
     "gemma4-e2b",
     "gemma4_unified",
     "llava",
+    "vipllava",
     "llava_next",
     "llava_onevision",
     "idefics3",
@@ -35,6 +36,9 @@ DENSE = (
     "glm46v",
     "qwen2_audio",
     "qwen3_asr",
+    "voxtral",
+    "audioflamingo3",
+    "glmasr",
     "qwen2_5_omni_thinker",
 )
 VIDEOS = tuple(

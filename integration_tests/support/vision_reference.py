@@ -28,7 +28,7 @@ ROWS: tuple[tuple[tuple[int, tuple[int, int]], ...], ...] = (
     (),
 )
 """Each row's images: where they begin, and their size. The second and the last micro-batch have none."""
-HEARING = ("qwen2_audio", "qwen3_asr")
+HEARING = ("qwen2_audio", "qwen3_asr", "voxtral", "audioflamingo3", "glmasr")
 """Begin the names of cases whose rows have audio clips, each of as many tokens as an image."""
 SEEING_AND_HEARING = ("gemma4-e2b", "gemma4_unified")
 """Begin the names of cases whose rows have small images, and audio clips in the place of wide ones."""
@@ -44,7 +44,16 @@ LONE_VIDEO_ROWS: tuple[tuple[tuple[int, int], ...], ...] = (((1, 0), (14, 2)), (
 """The same of LLaVA-OneVision, whose images are the only ones of their rows and have more tokens."""
 SECONDS = (1.5, 0.3)
 """From one frame to the next of each video."""
-ONE_SIZE = ("internvl", "gemma3", "llava", "deepseek_vl", "llama4", "cohere2_vision", "aya_vision")
+ONE_SIZE = (
+    "internvl",
+    "gemma3",
+    "llava",
+    "vipllava",
+    "deepseek_vl",
+    "llama4",
+    "cohere2_vision",
+    "aya_vision",
+)
 """Begin the names of cases whose images are all of one size."""
 ALONE = ("idefics3", "smolvlm")
 """The same, where transformers takes a batch of tiles for each row; here each tile is one of its own."""
@@ -236,8 +245,16 @@ def _clips(case: str, row: tuple[ImageSpan, ...], generator: torch.Generator) ->
         4 * max(height * width for height, width in (SMALL, WIDE)),
         "feature_attention_mask",
     )
+    if case.startswith("voxtral"):  # windows of four tokens, without a mask
+        return {
+            "input_features": torch.randn(sum(each.tokens for each in row) // 4, 8, 32, generator=generator)
+        }
     if case.startswith("qwen3_asr"):
         frames, most, mask = 8, 100, "input_features_mask"
+    if case.startswith("audioflamingo3"):
+        mask = "input_features_mask"
+    if case.startswith("glmasr"):
+        frames, most, mask = 8, 72, "input_features_mask"
     counts = torch.tensor([frames * each.tokens for each in row])
     return {
         "input_features": torch.randn(len(row), 8, most, generator=generator),

@@ -17,13 +17,13 @@ import transformers
 from cases import needed
 from cuda_waits import ALWAYS, ONCE, waits_of
 from family_sizes import described
+from mca_models.templates import config_from_hf
+from mca_train.plan.vision_memory import VisionTower
 
 pytestmark = [pytest.mark.fork, pytest.mark.timeout(0)]  # the processes have their own limits
 RUN = {"bf16": True, "transformer_impl": "local"}
 KINDS: dict[str, dict[str, Any]] = {"padded": {}, "packed": {"sequence_packing": True}}
 OF_IMAGES = {"count": 2, "pixels": 32}
-UNKNOWN = ("images minimax_m3_vl-moe",)
-"""The dry run does not know the sizes of their towers: there are no images in theirs."""
 KNOWN: dict[str, frozenset[str]] = {
     # transformers' towers make lengths, places and windows of patches, layer by layer, of grids that are on the GPU
     "images ": frozenset(
@@ -58,13 +58,15 @@ def case_of(name: str, folder: Path) -> dict[str, Any]:
     case, kind = name.split(", ")
     model = folder / case.replace(" ", "-")
     model.mkdir(exist_ok=True)
-    (model / "config.json").write_text(json.dumps(description(case)))
+    values = description(case)
+    (model / "config.json").write_text(json.dumps(values))
     pictured = case.startswith("images ")
+    counted = pictured and VisionTower.from_config(config_from_hf(values)) is not None
     changes = RUN | KINDS[kind] | ({"freeze": []} if pictured else {})
     return {
         "model": model.name,
         "run": ("sft", changes),
-        "images": OF_IMAGES if pictured and case not in UNKNOWN else None,
+        "images": OF_IMAGES if counted else None,  # models whose towers plans do not know train on text
     }
 
 

@@ -32,6 +32,7 @@ ROOMS: Mapping[str, set[str]] = {
         "features.kimi_delta_attention",
         "features.recurrent_layers",
     },
+    "lightning_attention": {"features.lightning_attention"},
     "mamba": {"features.mamba"},
     "short_convolution": {"features.short_convolution"},
     "shared_kv": {"features.shared_kv"},

@@ -7,6 +7,7 @@ import json
 import sys
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,27 +45,41 @@ ROWS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("first <audio>then <audio>", ("high", "low"), "green it is"),
 )
 GOOD = (True, False, True, True)
+WINDOWS = ("voxtral", "audioflamingo3", "glmasr")
+"""Models that take a long clip as several windows; here of one second, or two where states are joined in fours."""
 
 
 @cache
-def folder_of(root: Path) -> Path:
+def folder_of(root: Path, model: str = "qwen2_audio") -> Path:
     """A checkpoint with tokenizer and feature extractor, clips, and the rows about them."""
-    from drawn_audio import AUDIO_MARKS, audio_tokenizer, extractor, write
+    from drawn_audio import AUDIO_MARKS, audio_tokenizer, write
 
+    root.mkdir(exist_ok=True)
     tokenizer = audio_tokenizer()
-    config = tiny_vision.described("qwen2_audio", vocab_size=len(tokenizer), max_position_embeddings=512)
-    config["audio_token_index"] = tokenizer.convert_tokens_to_ids(AUDIO_MARKS[1])
-    config["audio_config"] |= {"max_source_positions": 100}
+    config = tiny_vision.described(model, vocab_size=len(tokenizer), max_position_embeddings=512)
+    token = "audio_token_index" if model == "qwen2_audio" else "audio_token_id"
+    config[token] = tokenizer.convert_tokens_to_ids(AUDIO_MARKS[1])
+    if model == "voxtral":
+        config["audio_config"] |= {"intermediate_size": 32}
+    if model != "glmasr":
+        config["audio_config"] |= {"max_source_positions": 50 if model in WINDOWS else 100}
     torch.manual_seed(0)
     made = transformers.AutoModelForMultimodalLM.from_config(transformers.AutoConfig.for_model(**config))
     made.save_pretrained(root / "model")
     tokenizer.save_pretrained(root / "model")
-    extractor().save_pretrained(root / "model")
+    _extractor(root / "model").save_pretrained(root / "model")
     for name, (pitch, seconds) in CLIPS.items():
-        write(root / f"{name}.wav", pitch, seconds)
+        write(root / f"{name}.wav", pitch, seconds * (2 if model == "glmasr" else 1))
     for kind, rows in _files().items():
         (root / f"{kind}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return root
+
+
+def _extractor(path: Path) -> Any:
+    from drawn_audio import extractor
+
+    model = json.loads((path / "config.json").read_text())["model_type"]
+    return extractor(seconds=1 if model in WINDOWS and model != "glmasr" else 2)
 
 
 @pytest.fixture(scope="module")
@@ -91,29 +106,71 @@ def _files() -> dict[str, list[dict[str, Any]]]:
 def _inputs(folder: Path, asked: str, clips: tuple[str, ...], said: str) -> Row:
     """Return the inputs that transformers' own processor makes of a row."""
     import soundfile
-    from drawn_audio import AUDIO_MARKS, RATE, extractor
-    from transformers.models.qwen2_audio.processing_qwen2_audio import Qwen2AudioProcessor
+    from drawn_audio import AUDIO_MARKS, RATE
 
+    model = json.loads((folder / "model/config.json").read_text())["model_type"]
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
-    processor = Qwen2AudioProcessor(extractor(), tokenizer, chat_template=tokenizer.chat_template)
-    asked = asked.replace("<audio>", "".join(AUDIO_MARKS))
-    given: dict[str, Any] = {}
-    if clips:
-        heard = [soundfile.read(folder / f"{name}.wav", dtype="float32")[0] for name in clips]
-        given = {"audio": heard, "sampling_rate": RATE}
+    heard = [soundfile.read(folder / f"{name}.wav", dtype="float32")[0] for name in clips]
+    mark = "".join(AUDIO_MARKS)
+    if model in WINDOWS:
+        processor = _Windows(model, _extractor(folder / "model"))
+        for clip in heard:
+            expanded = mark.replace(AUDIO_MARKS[1], AUDIO_MARKS[1] * processor.add(clip))
+            asked = asked.replace("<audio>", expanded, 1)
+    asked = asked.replace("<audio>", mark)
     prompt = f"<|im_start|>user\n{asked}<|im_end|>\n<|im_start|>assistant\n"
-    found, whole = (
-        dict(processor(text=[text], **given, return_tensors="pt"))
-        for text in (prompt, f"{prompt}{said}<|im_end|>\n")
-    )
+    texts = (prompt, f"{prompt}{said}<|im_end|>\n")
+    if model in WINDOWS:
+        found, whole = (dict(tokenizer(text, return_tensors="pt")) | processor.inputs() for text in texts)
+    else:
+        own = transformers.Qwen2AudioProcessor(
+            _extractor(folder / "model"), tokenizer, chat_template=tokenizer.chat_template
+        )
+        given: dict[str, Any] = {"audio": heard, "sampling_rate": RATE} if clips else {}
+        found, whole = (dict(own(text=[text], **given, return_tensors="pt")) for text in texts)
     length, ids = found["input_ids"].shape[1], whole["input_ids"]
     return {**whole, "labels": ids.masked_fill(torch.arange(ids.shape[1]) < length, -100)}
+
+
+class _Windows:
+    """Inputs that the processors of `WINDOWS` make of clips, of which theirs take one for each text."""
+
+    def __init__(self, model: str, extractor: Any) -> None:
+        self._model, self._extractor = model, extractor
+        self._found: list[dict[str, torch.Tensor]] = []
+
+    def add(self, clip: Any) -> int:
+        """Add a clip; return the number of its tokens."""
+        from drawn_audio import RATE
+        from transformers.models.audioflamingo3.processing_audioflamingo3 import AudioFlamingo3Processor
+        from transformers.models.glmasr.processing_glmasr import GlmAsrProcessor
+        from transformers.models.voxtral.processing_voxtral import VoxtralProcessor
+
+        if self._model == "voxtral":
+            given = VoxtralProcessor.audio_kwargs | {"pad_to_multiple_of": RATE, "max_source_positions": 100}
+            made = VoxtralProcessor._retrieve_input_features(
+                SimpleNamespace(feature_extractor=self._extractor), [clip], **given
+            )
+            self._found.append({"input_features": made})
+            return len(made) * 25
+        kind = {"audioflamingo3": AudioFlamingo3Processor, "glmasr": GlmAsrProcessor}[self._model]
+        processor = kind.__new__(kind)
+        vars(processor).update(feature_extractor=self._extractor, max_audio_len=600, audio_token="")
+        inputs, _ = processor._process_audio([clip], **kind.audio_kwargs)
+        self._found.append({name: inputs[name] for name in ("input_features", "input_features_mask")})
+        return int(inputs["num_audio_tokens"])
+
+    def inputs(self) -> dict[str, torch.Tensor]:
+        """Return the inputs of all clips together."""
+        names = self._found[0] if self._found else {}
+        return {name: torch.cat([each[name] for each in self._found]) for name in names}
 
 
 def _load(path: Path) -> Any:
     """Return transformers' model; loading lets its table of positions train, which the class itself freezes."""
     model = load_model(path)
-    model.model.audio_tower.embed_positions.requires_grad_(False)
+    if hasattr(model.model.audio_tower, "embed_positions"):
+        model.model.audio_tower.embed_positions.requires_grad_(False)
     return model
 
 
@@ -139,6 +196,22 @@ def test_clips_train_as_in_transformers(case: Case, folder: Path) -> None:
         (float((theirs[name] - x).detach().abs().max()), name) for name, x in model.named_parameters()
     )
     assert worst[0] < 5e-5, worst
+
+
+@pytest.mark.cases(0, always=["voxtral-tp2sp"])
+@pytest.mark.parametrize("case", as_params(product(WINDOWS, tuple(LAYOUTS))))
+def test_windows_of_clips_train_as_in_transformers(
+    case: Case, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = folder_of(tmp_path_factory.getbasetemp() / case.model, case.model)
+    losses, model = _expected(folder)
+    logs = run_training(folder, case.layout, *LAYOUTS[case.layout])
+    assert [log["loss"] for log in logs] == pytest.approx(losses, rel=1e-5)
+    theirs = dict(_load(folder / case.layout / "hf").named_parameters())
+    worst = max(
+        (float((theirs[name] - x).detach().abs().max()), name) for name, x in model.named_parameters()
+    )
+    assert worst[0] < 5e-5, worst  # a twentieth of a step, as above
 
 
 def _log_probs_and_stream(

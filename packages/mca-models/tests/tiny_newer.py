@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from tiny_sizes import DELTA_NET, GROUPED, LATENT
 from transformers.models.longcat_flash import modeling_longcat_flash as longcat
+from transformers.models.minimax import modeling_minimax as minimax
 
 NEWER: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo_hybrid": (
@@ -167,6 +168,24 @@ LATEST: dict[str, tuple[str, dict[str, Any]]] = {
         "axk1",
         {**GROUPED, **LATENT, "head_dim": 4, "mlp_layer_types": ["dense", "sparse", "dense", "sparse"]},
     ),
+    "minimax": (
+        "minimax",
+        {
+            **{"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "num_hidden_layers": 4},
+            **{
+                "full_attn_alpha_factor": 1.5,
+                "full_attn_beta_factor": 0.75,
+                "linear_attn_alpha_factor": 1.25,
+            },
+            **{
+                "linear_attn_beta_factor": 0.5,
+                "mlp_alpha_factor": 0.8,
+                "mlp_beta_factor": 1.1,
+                "block_size": 8,
+            },
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+        },
+    ),
 }
 
 
@@ -179,3 +198,14 @@ class LongcatFlashExperts(longcat.LongcatFlashExperts):  # type: ignore[misc]
 
 
 longcat.LongcatFlashExperts = LongcatFlashExperts
+
+
+class MiniMaxLightningAttention(minimax.MiniMaxLightningAttention):  # type: ignore[misc]
+    """transformers saves tables of decays too, which follow from the configuration and which mca ignores."""
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self._non_persistent_buffers_set |= set(self._buffers)
+
+
+minimax.MiniMaxLightningAttention = MiniMaxLightningAttention

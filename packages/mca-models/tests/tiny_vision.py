@@ -7,6 +7,9 @@ import tiny_hf
 import torch
 import transformers
 
+transformers.AutoModelForMultimodalLM.register(  # which has the others
+    transformers.AudioFlamingo3Config, transformers.AudioFlamingo3ForConditionalGeneration, exist_ok=True
+)
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
 _SIGLIP: dict[str, Any] = {
     "hidden_size": 16,
@@ -54,6 +57,10 @@ WHISPER: dict[str, Any] = {
     "encoder_ffn_dim": 24,
     "d_model": 16,
     "max_source_positions": 16,
+}
+_LATER_WHISPER: dict[str, Any] = {
+    **{"num_mel_bins": 8, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2},
+    **{"num_attention_heads": 2, "max_source_positions": 16},
 }
 
 _OMNI = {**_IMAGE, "audio_token_id": 69, "audio_start_token_id": 64, "audio_end_token_id": 63}
@@ -263,15 +270,21 @@ CASES: dict[str, Case] = {
             "tie_word_embeddings": False,
         },
     ),
+    "vipllava": (
+        "vipllava",
+        {"model_type": "llama"},
+        {**_SIGLIP, "model_type": "clip_vision_model", "patch_size": 8},
+        {"image_token_index": 65, "vision_feature_layer": [-2, 1]},
+    ),
     "llava_next": (
         "llava_next",
         {"model_type": "mistral", "sliding_window": None},
         {**_SIGLIP, "model_type": "clip_vision_model", "patch_size": 8},
         {"image_token_index": 65, "image_grid_pinpoints": [[16, 16], [32, 32]]},
     ),
-    "llava_next-granite": (
+    "llava_next-siglip": (
         "llava_next",
-        {"model_type": "granite", **tiny_hf.ALL["granite"][1]},
+        {"model_type": "qwen2", "head_dim": 8},
         {**_SIGLIP, "model_type": "siglip_vision_model", "patch_size": 8, "vision_use_head": False},
         {
             **{"image_token_index": 65, "image_grid_pinpoints": [[16, 16], [32, 32]]},
@@ -365,6 +378,30 @@ CASES: dict[str, Case] = {
         {"model_type": "qwen2", "head_dim": 8},
         {},
         {"audio_config": WHISPER, "audio_token_index": 65},
+    ),
+    "voxtral": (
+        "voxtral",
+        {"model_type": "llama", "head_dim": 8},
+        {},
+        {"audio_config": {**_LATER_WHISPER, "intermediate_size": 64}, "audio_token_id": 65},
+    ),
+    "audioflamingo3": (
+        "audioflamingo3",
+        {"model_type": "qwen2", "head_dim": 8},
+        {},
+        {"audio_config": _LATER_WHISPER, "audio_token_id": 65},
+    ),
+    "glmasr": (
+        "glmasr",
+        {"model_type": "llama", "head_dim": 8},
+        {},
+        {
+            "audio_config": {
+                **{key: value for key, value in _LATER_WHISPER.items() if key != "max_source_positions"},
+                **{"intermediate_size": 64, "num_key_value_heads": 1},
+            },
+            "audio_token_id": 65,
+        },
     ),
 }
 

@@ -120,9 +120,9 @@ def gemma3():
     return kind, expected
 
 
-def llava():
+def llava(model_type="llava"):
     kind = Kind(
-        "llava",
+        model_type,
         ("<image>",),
         CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=SIDE),
         lambda ids: {
@@ -397,6 +397,7 @@ KINDS = {
     "mistral3": mistral3,
     "gemma3": gemma3,
     "llava": llava,
+    "vipllava": partial(llava, "vipllava"),
     "llava_next": llava_next,
     "llava_onevision": llava_onevision,
     "idefics3": idefics,

@@ -420,6 +420,7 @@ CASES = {
     "gemma4": gemma4(Gemma4Processor, Gemma4ImageProcessorPil),
     "gemma4_unified": gemma4(Gemma4UnifiedProcessor, Gemma4UnifiedImageProcessor),
     "llava": LLAVA,
+    "vipllava": LLAVA,
     "llava_next": LLAVA_NEXT,
     "llava_onevision": ONEVISION,
     "idefics3": IDEFICS,

@@ -177,6 +177,8 @@ def test_the_preference_loss_has_the_options_that_the_client_does_not_pass(facad
         {"simpo_gamma": 0.5, "pref_ftx": 0.0}
     )
     assert (plain.label_smoothing, plain.simpo_gamma, plain.rpo_alpha) == (0.1, None, None)
+    with pytest.raises(McaError, match=r"'kto_pair'; .*run mca-train kto \(dpo_loss is pref_loss"):
+        facade.DPOConfig(pref_loss="kto_pair").loss({})
 
 
 def test_keys_of_mcore_adapter_become_those_of_mca(facade, tmp_path, monkeypatch):

@@ -13,9 +13,8 @@ from mca_train.cli import main
 from mca_train.config.hf_fields import read_hf_fields
 from mca_train.config.renamed_options import RENAMED
 from mca_train.reference.commands import schema, starter
-from mca_train.reference.keys import REQUIRED, declared_keys, task_keys
+from mca_train.reference.keys import REQUIRED, declared_keys, format_default, task_keys, value_placeholder
 from mca_train.reference.pages import TABLES
-from mca_train.reference.program import format_default, value_placeholder
 from mca_train.tasks.table import TASKS
 
 KINDS = sorted(TASKS)

@@ -151,7 +151,7 @@ def _one_stage(model: McaModelConfig, layout: ParallelLayout) -> list[str]:
         source = model.kv_source_layer(layer)
         if source is not None and plan.layer_chunk(source) != plan.layer_chunk(layer):
             return [
-                f"layer {layer} takes the keys and values of layer {source} (num_kv_shared_layers), which must stand "
+                f"layer {layer} takes the keys and values of layer {source} (num_kv_shared_layers), which must be "
                 "on its stage; set pipeline_model_parallel_size to 1, or move the layers by "
                 "pipeline_model_parallel_layout"
             ]

@@ -20,6 +20,7 @@ from mca_config.model.dsa import Dsa
 from mca_config.model.embedding import Embedding
 from mca_config.model.fields import SECTION_OF, SECTIONS, group_fields
 from mca_config.model.head import OutputHead
+from mca_config.model.lightning_attention import LightningAttention
 from mca_config.model.linear_attention import LinearAttention
 from mca_config.model.mamba import Mamba
 from mca_config.model.mla import Mla
@@ -117,8 +118,8 @@ class McaModelConfig:
     init_method_std: NotNegative = 0.02
     layer_types: tuple[str, ...] | None = None
     """HF's type of each decoder layer (``full_``, ``sliding_``, ``chunked_``, ``sparse_`` or ``linear_attention``),
-    ``mamba`` or ``conv``; with ``single_blocks`` also ``mlp`` and ``moe``; None: all layers are equal (sliding if
-    ``window_size``)."""
+    ``lightning``, ``mamba`` or ``conv``; with ``single_blocks`` also ``mlp`` and ``moe``; None: all layers are equal
+    (sliding if ``window_size``)."""
     layer_type_overrides: JsonObject | None = None
     """Overrides of fields of any section, by layer type (see ``layer_types``); None: there are none."""
     text_model_type: str | None = None
@@ -137,6 +138,7 @@ class McaModelConfig:
     dsa: Dsa | None = None
     block_sparse_attention: BlockSparseAttention | None = None
     linear_attention: LinearAttention | None = None
+    lightning_attention: LightningAttention | None = None
     mamba: Mamba | None = None
     short_convolution: ShortConvolution | None = None
     shared_kv: SharedKv | None = None
@@ -206,7 +208,8 @@ class McaModelConfig:
         """Return whether layer norms are mca's modules, which Transformer Engine cannot fuse into a linear layer."""
         norm = self.norm
         biased = norm.normalization == "RMSNorm" or norm.norm_bias
-        shared = self.block.parallel_block != "none" or self.has_parallel_mamba
+        block = self.block
+        shared = block.parallel_block != "none" or block.normed_residual or self.has_parallel_mamba
         return shared or not norm.norm_weight or not biased
 
     @property
@@ -323,9 +326,13 @@ class McaModelConfig:
         """Return whether decoder ``layer`` is a gated short convolution."""
         return self._kind(layer) == "conv"
 
+    def is_lightning_layer(self, layer: int) -> bool:
+        """Return whether decoder ``layer`` has lightning attention."""
+        return self._kind(layer) == "lightning"
+
     def has_mixer(self, layer: int) -> bool:
         """Return whether decoder ``layer`` has one of mca's modules in place of attention."""
-        return self.is_linear_layer(layer) or self.is_mamba_layer(layer) or self.is_conv_layer(layer)
+        return self._kind(layer) in ("linear_attention", "lightning", "mamba", "conv")
 
     def has_attention(self, layer: int) -> bool:
         """Return whether decoder ``layer`` has attention, or a replacement for it (linear attention, Mamba, conv)."""

@@ -163,7 +163,7 @@ def _merged(base: ModelSource, adapter: Path, cast: str | None) -> ModelSource:
 
     if names := different_tokenizer(base.path, adapter):
         logger.info(
-            "tokenizer: the base model's files are written; %s has other versions of %s",
+            "tokenizer files are copied from the base model; those of %s that differ (%s) are not used",
             adapter,
             ", ".join(names),
         )

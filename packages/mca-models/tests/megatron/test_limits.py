@@ -56,6 +56,9 @@ CHANCES = MOE.replace_fields(moe_router_pre_softmax=True)
 SINKHORN = {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0}
 INDEXED = MLA.replace_fields(q_lora_rank=8, index_topk=4, index_num_heads=2, index_head_dim=8)
 PARALLEL = DENSE.replace_fields(parallel_block="one_norm")
+NORMED = DENSE.replace_fields(
+    normed_residual=True, attention_residual_factors=(1.0,) * 4, attention_output_factors=(1.0,) * 4
+)
 WINDOWED = DENSE.replace_fields(window_size=8)
 YARN = DENSE.replace_fields(
     rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
@@ -131,6 +134,12 @@ REFUSED: list[tuple[McaModelConfig, ParallelLayout, dict[str, Any], str]] = [
     ),
     (
         PARALLEL,
+        PP2,
+        {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
+        "remove layernorm from recompute_modules",
+    ),
+    (
+        NORMED,
         PP2,
         {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
         "remove layernorm from recompute_modules",

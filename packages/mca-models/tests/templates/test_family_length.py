@@ -15,7 +15,7 @@ BOUND = 40
 
 LONGER = {
     "a table of a vision model's tensors": (
-        *("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"),
+        *("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker", "glmasr"),
         *(
             "gemma4",
             "gemma4_unified",
@@ -29,9 +29,8 @@ LONGER = {
             "qwen2_vl",
         ),
     ),
-    "keys of the text model that files leave out": ("gemma3", "qwen2_audio"),
     "layers with a state beside those with attention, under keys and names of their own": (
-        *("falcon_h1", "granitemoehybrid", "kimi_linear", "lfm3", "nemotron_h", "olmo_hybrid"),
+        *("falcon_h1", "granitemoehybrid", "kimi_linear", "lfm3", "minimax", "nemotron_h", "olmo_hybrid"),
         *("qwen3_5_moe_text", "qwen3_next"),
     ),
     "windows, ropes, heads, norms or experts that differ by layer, in several forms of config.json": (

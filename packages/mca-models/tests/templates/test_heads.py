@@ -39,6 +39,15 @@ def test_every_family_has_the_heads_that_transformers_has():
 
 
 @pytest.mark.parametrize(
+    "model_type", ["qwen2_audio", "qwen2_5_omni_thinker", "qwen3_asr", "gemma3", "gemma4"]
+)
+def test_models_that_take_media_have_no_heads(model_type):
+    for kind in ("sequence_classification", "token_classification"):
+        with pytest.raises(McaError, match=f"of {model_type} models in mca, only of text models"):
+            class_name(model_type, kind)
+
+
+@pytest.mark.parametrize(
     ("architecture", "head", "names"),
     [
         ("LlamaForSequenceClassification", "sequence_classification", {"score.weight"}),

@@ -7,6 +7,7 @@ import pytest
 
 from mca_models.templates.parts.gated_delta_net import DELTA_NET_COSTS
 from mca_models.templates.parts.layer_costs import CHUNK
+from mca_models.templates.parts.lightning_attention import LIGHTNING_COSTS
 
 KEY_HEADS, VALUE_HEADS, KEY, VALUE, HIDDEN = 2, 8, 16, 32, 64
 TOKENS, TP = 128, 2
@@ -58,3 +59,12 @@ def test_a_gated_delta_net_keeps_matrices_of_each_chunk_and_with_decay_by_channe
         "decayed queries and keys": TOKENS * 2 * keys * 4,
         "states": TOKENS / CHUNK * keys * VALUE * 4,
     }
+
+
+def test_lightning_attention_multiplies_by_both_projections_and_within_chunks() -> None:
+    """In: queries, keys, values and gates; out: values."""
+    own = SimpleNamespace(lightning_num_heads=VALUE_HEADS, lightning_head_dim=VALUE)
+    model: Any = SimpleNamespace(lightning_attention=own, hidden_size=HIDDEN)
+    assert LIGHTNING_COSTS.weights(model, sizes()) == 5 * HIDDEN * VALUE_HEADS * VALUE / TP
+    within, states = 2 * CHUNK * VALUE, 2 * VALUE * VALUE
+    assert LIGHTNING_COSTS.flops(model, sizes()) == 2 * TOKENS * VALUE_HEADS * (within + states) / TP

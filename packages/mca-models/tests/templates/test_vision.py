@@ -34,6 +34,7 @@ PUBLISHED = {
     "llava-1.6-mistral-7b": 7_566_747_648,
     "idefics3-8b-llama3": pytest.approx(8.46e9, abs=0.01e9),
     "llava-onevision-qwen2-7b": pytest.approx(8.03e9, abs=0.01e9),
+    "vip-llava-7b": pytest.approx(7.08e9, abs=0.01e9),
     "ovis2-1b": pytest.approx(1.131e9, abs=0.001e9),  # 1.27e9 with a copy of the embedding as head
     "lfm2-vl-450m": pytest.approx(0.451e9, abs=0.001e9),
     "smolvlm2-2.2b": pytest.approx(2.25e9, abs=0.01e9),
@@ -43,6 +44,9 @@ PUBLISHED = {
     "kimi-k2.5": pytest.approx(1.0265e12, abs=0.001e12),
     "qwen3-asr-1.7b": pytest.approx(2.04e9, abs=0.01e9),
     "qwen2-audio-7b": pytest.approx(8.40e9, abs=0.01e9),
+    "voxtral-mini-3b": pytest.approx(4.68e9, abs=0.01e9),
+    "audio-flamingo-3": pytest.approx(8.27e9, abs=0.01e9),
+    "glm-asr-nano": pytest.approx(2.14e9, abs=0.01e9),  # defaults of transformers' configuration, a tied head
     "internvl3-78b": 78_408_318_336,
     "gemma-3-27b": 27_432_406_640,
     "aya-vision-8b": 8_631_842_032,
@@ -243,7 +247,8 @@ def test_absent_keys_mean_what_transformers_says(kind: str) -> None:
         "ovis2": {"hidden_size": 1536, "vocab_size": 151643},  # defaults of transformers at the top
         "glm4v_moe": {"head_dim": 128},  # of the default, 42, transformers rotates an odd number of channels
     }.get(kind, {})
-    towers = ["audio_config"] if kind in ("qwen2_audio", "qwen3_asr") else ["vision_config"]
+    hearing = ("qwen2_audio", "qwen3_asr", "voxtral", "audioflamingo3", "glmasr")
+    towers = ["audio_config"] if kind in hearing else ["vision_config"]
     towers += ["audio_config"] * ("omni" in kind)
     empty: dict[str, Any] = {tower: {} for tower in towers}
     full = transformers.AutoConfig.for_model(kind, text_config=dict(text), **empty).to_dict()

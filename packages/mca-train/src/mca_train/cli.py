@@ -62,8 +62,8 @@ def _run(known: Program, words: list[str]) -> int:
 
     if command == "plan" or not started_by_launcher():
         one_thread_until_forked()  # before torch is imported below
-        if "torch" not in sys.modules:
-            _check_before_imports(command, kind, config, overrides)
+        if "torch" not in sys.modules and _fails_before_imports(command, kind, config, overrides, options):
+            return 2
     if command == "tokenize":
         from mca_train.run.tokenize_command import tokenize
 
@@ -84,8 +84,16 @@ def _run(known: Program, words: list[str]) -> int:
     return run(kind, config, overrides, again)
 
 
-def _check_before_imports(command: str, kind: Task | None, config: Path | None, overrides: list[str]) -> None:
-    """Report wrong keys and missing files at once, not after the imports of the command, which take seconds."""
+def _fails_before_imports(
+    command: str, kind: Task | None, config: Path | None, overrides: list[str], options: "Namespace"
+) -> bool:
+    """Report wrong keys and missing files at once, not after the imports of the command, which take seconds.
+
+    Returns:
+        True if the plan of an impossible run has been printed; other problems are raised.
+    """
+    from mca_config.parser import from_namespace
+    from mca_train.plan.options import PlanOptions
     from mca_train.run import early_check
 
     if command == "tokenize":
@@ -93,9 +101,13 @@ def _check_before_imports(command: str, kind: Task | None, config: Path | None, 
     elif command == "data":
         early_check.check_data(kind, config, overrides)
     elif command == "plan" or kind is None:
-        early_check.check_plan(kind, config, overrides)
+        chosen = from_namespace(PlanOptions, options)
+        problems = early_check.plan_problems(kind, config, overrides, chosen)
+        sys.stdout.write(chosen.render_impossible(problems) if problems else "")
+        return bool(problems)
     else:
         early_check.check_run(kind, config, overrides)
+    return False
 
 
 def _kind_and_file(

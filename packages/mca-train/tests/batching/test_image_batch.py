@@ -16,6 +16,7 @@ from mca_train.data.sample_images import SampleImages
 class Batch:
     cu_seqlens: torch.Tensor | None
     image_tokens: int = 0
+    audio_tokens: int = 0
     attention_ends: torch.Tensor | None = None
     feature_rows: torch.Tensor | None = None
     images: Mapping[str, torch.Tensor] | None = None

@@ -46,7 +46,8 @@ def folder(tmp_path_factory):
 def load(rows, tokenizer, folder, model="qwen2_audio", kind="sft", stream=False, **others):
     file = folder / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    vision = {"audio_token_index": tokenizer.convert_tokens_to_ids(AUDIO_MARKS[1]), "audio_config": {}}
+    audio = {"d_model": 16, "encoder_ffn_dim": 64} if model == "voxtral" else {}
+    vision = {"audio_token_index": tokenizer.convert_tokens_to_ids(AUDIO_MARKS[1]), "audio_config": audio}
     config = SimpleNamespace(model_type=model, vision_fields=vision if model != "llama" else None)
     directory = folder / ("asr" if model == "qwen3_asr" else "model")
     images = ImageReader(config=config, directories=(directory,))
@@ -98,6 +99,55 @@ def test_clips_of_any_length_are_those_of_qwen3_asr(samples, tokenizer, folder):
     assert made["input_features_mask"].sum() == frames
     (place,) = sample["images"].places
     assert place.tokens == frames // 100 * 13 + -(-(frames % 100) // 8)
+
+
+@pytest.mark.parametrize("seconds", [0.5, 2.0, 5.3])
+def test_windows_of_voxtral_are_those_of_its_processor(seconds, tokenizer, folder):
+    """The spectrogram is of the full clip, and all frames of its windows count."""
+    from transformers.models.voxtral.processing_voxtral import VoxtralProcessor
+
+    write(folder / "windows.wav", 440, seconds)
+    row = asked({"type": "audio", "path": "windows.wav"}, text("?"))
+    (sample,) = load([row], tokenizer, folder, model="voxtral")
+    clip = soundfile.read(folder / "windows.wav", dtype="float32")[0]
+    given = VoxtralProcessor.audio_kwargs | {"pad_to_multiple_of": 2 * RATE, "max_source_positions": 200}
+    right = VoxtralProcessor._retrieve_input_features(
+        SimpleNamespace(feature_extractor=extractor()), [clip], **given
+    )
+    made = sample["images"].tensors()
+    assert list(made) == ["input_features"]
+    assert torch.equal(made["input_features"], right)
+    windows = -(-int(seconds * RATE) // (2 * RATE))
+    assert right.shape == (windows, 8, 200)
+    assert [place.tokens for place in sample["images"].places] == [windows * 25]
+
+
+@pytest.mark.parametrize("seconds", [0.5, 2.0, 5.3])
+@pytest.mark.parametrize("model", ["audioflamingo3", "glmasr"])
+def test_windows_with_masks_are_those_of_the_models_processor(model, seconds, tokenizer, folder):
+    from transformers.models.audioflamingo3.processing_audioflamingo3 import AudioFlamingo3Processor
+    from transformers.models.glmasr.processing_glmasr import GlmAsrProcessor
+
+    write(folder / "windows.wav", 440, seconds)
+    row = asked({"type": "audio", "path": "windows.wav"}, text("?"))
+    (sample,) = load([row], tokenizer, folder, model=model)
+    processor = {"audioflamingo3": AudioFlamingo3Processor, "glmasr": GlmAsrProcessor}[model]
+    whole = processor(extractor(), tokenizer, audio_token=AUDIO_MARKS[1])
+    mark = "".join(AUDIO_MARKS)
+    said = f"<|im_start|>user\n{mark}?<|im_end|>\n<|im_start|>assistant\nred<|im_end|>\n"
+    clip = soundfile.read(folder / "windows.wav", dtype="float32")[0]
+    right = whole(text=[said], audio=[clip], sampling_rate=RATE)
+    assert sample["input_ids"].tolist() == right["input_ids"][0].tolist()
+    made = sample["images"].tensors()
+    assert torch.equal(made["input_features"], right["input_features"])
+    assert torch.equal(made["input_features_mask"], right["input_features_mask"])
+
+
+def test_a_clip_of_more_windows_than_the_processor_takes_is_not_cut_silently(tokenizer, folder):
+    write(folder / "windows.wav", 440, 40.5)
+    row = asked({"type": "audio", "path": "windows.wav"}, text("?"))
+    with pytest.raises(McaError, match=r"lasts 40.5 seconds, and the model hears at most 40; cut it"):
+        load([row], tokenizer, folder, model="audioflamingo3")
 
 
 def in_base64(folder):

@@ -80,6 +80,7 @@ def test_tokens_and_pixels_are_those_of_the_familys_own_processor(made):
             "gemma4": "<|image|>",
             "gemma4_unified": "<|image|>",
             "llava": "<image>",
+            "vipllava": "<image>",
             "llava_next": "<image>",
             "llava_onevision": "<image>",
             "idefics3": "<image>",

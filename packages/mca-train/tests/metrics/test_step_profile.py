@@ -54,10 +54,10 @@ def test_other_ranks_record_nothing(tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_a_run_that_is_too_short_is_told(tmp_path, caplog):
+def test_a_run_that_is_too_short_is_reported(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         run(StepProfile(0), tmp_path, 5, first=10, last=12)
-    assert "profile_step_start is 10, but this run makes 5 steps" in caplog.text
+    assert "profile_step_start is 10, but this run has 5 steps" in caplog.text
 
 
 def test_a_trainer_that_trains_again_profiles_its_first_run_alone(tmp_path):

@@ -10,6 +10,7 @@ import pytest
 
 from mca_config import TrainingArguments
 from mca_models.templates import config_from_hf
+from mca_train.plan.audio_memory import PlannedMedia
 from mca_train.plan.chunks import ChunkSpec, chunk_memory, forward_only_memory
 from mca_train.plan.local_layers import running
 from mca_train.plan.sizes import Sizes
@@ -99,8 +100,9 @@ def test_a_frozen_tower_takes_one_block_at_a_time(tmp_path: Path) -> None:
     ((chunk,),) = model.config.pipeline_plan().chunks
     tower = replace(chunk, has_loss=False, layers=())
     text_input = TOKENS * 5376 * 2
-    assert forward_only_memory(replace(model, images=images), tower) == text_input + taken
-    assert chunk_memory(replace(model, images=images), tower).forward == taken
+    media = PlannedMedia(images=images)
+    assert forward_only_memory(replace(model, media=media), tower) == text_input + taken
+    assert chunk_memory(replace(model, media=media), tower).forward == taken
 
 
 def test_a_chunk_in_the_middle_keeps_its_input_and_output_for_the_schedule(tmp_path: Path) -> None:

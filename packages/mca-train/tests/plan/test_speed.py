@@ -15,6 +15,7 @@ from mca_models.megatron.factory.transformer_config import Target, transformer_c
 from mca_models.templates import config_from_hf
 from mca_models.templates.parts.layer_costs import ExpertSizes
 from mca_models.templates.parts.mamba import CHUNK, MAMBA_COSTS
+from mca_train.plan.audio_memory import PlannedMedia
 from mca_train.plan.chunks import ChunkSpec, Implementation
 from mca_train.plan.counts import Count, ModelCounts
 from mca_train.plan.hardware import Hardware, load_hardware
@@ -97,7 +98,7 @@ def test_images_take_the_time_of_their_tower(tmp_path: Path) -> None:
     passes = {}
     for parts in ((), ("language",), ("language", "vision")):
         images = plan_images(config, frozenset(parts), 8192, takes=True) if parts else None
-        passes[parts] = step(tmp_path, config, images=images).passes
+        passes[parts] = step(tmp_path, config, media=images and PlannedMedia(images=images)).passes
     alone, frozen, trained = passes.values()
     assert trained - alone == pytest.approx(3 * (frozen - alone))
     each = (

@@ -43,6 +43,15 @@ USAGES = (
         "classify evaluates loss",
     ),
     (["plan", "sft", "RUN", "--seq_lenth", "64"], "did you mean 'seq_length'?"),
+    (
+        ["plan", "sft", "RUN", "--model_name_or_path", "none"],
+        "model_name_or_path: directory none does not exist",
+    ),
+    (["plan", "sft", "RUN", "--gpus", "2", "--tensor_model_parallel_size", "3"], "this run is impossible:"),
+    (
+        ["plan", "sft", "RUN", "--gpus", "2", "--json", "--search", "--streaming"],
+        "streaming needs max_steps",
+    ),
     (["data", "sft", "RUN", "--train_file", "none.jsonl"], "file none.jsonl does not exist"),
     (["tokenize", "RUN", "--train_file", "none.jsonl"], "file none.jsonl does not exist"),
 )
@@ -59,7 +68,7 @@ from mca_train.cli import main
 found = []
 for words in {commands!r}:
     text = io.StringIO()
-    with contextlib.redirect_stderr(text):
+    with contextlib.redirect_stderr(text), contextlib.redirect_stdout(text):
         code = main(words)
     found.append([code, text.getvalue(), [name for name in {HEAVY!r} if name in sys.modules]])
 print(json.dumps(found))

@@ -164,7 +164,7 @@ def test_a_run_that_cannot_be_planned_is_recorded_without_a_plan(
     def images(run: object) -> None:
         raise ZeroDivisionError("integer division by zero")
 
-    monkeypatch.setattr(record, "planned_images", images)
+    monkeypatch.setattr(record, "planned_media", images)
     monkeypatch.setattr(record, "choose_implementation", lambda args: None)
     run: Any = SimpleNamespace(
         settings=SimpleNamespace(training=SimpleNamespace(output_dir=str(tmp_path)), values={}),

@@ -10,6 +10,7 @@ from mca_config.model.block_sparse_attention import BlockSparseAttention
 from mca_config.model.dsa import Dsa
 from mca_config.model.embedding import Embedding
 from mca_config.model.head import OutputHead
+from mca_config.model.lightning_attention import LightningAttention
 from mca_config.model.linear_attention import LinearAttention
 from mca_config.model.mamba import Mamba
 from mca_config.model.mla import Mla
@@ -62,6 +63,7 @@ SECTIONS: Mapping[str, Entry] = {
     "dsa": Entry(Dsa, "index_topk"),
     "block_sparse_attention": Entry(BlockSparseAttention, "index_blocks"),
     "linear_attention": Entry(LinearAttention, "linear_conv_kernel_dim"),
+    "lightning_attention": Entry(LightningAttention, "lightning_num_heads"),
     "mamba": Entry(Mamba, "mamba_num_heads"),
     "short_convolution": Entry(ShortConvolution, "short_conv_kernel_dim"),
     "shared_kv": Entry(SharedKv, "num_kv_shared_layers", _COUNT),

@@ -145,7 +145,7 @@ def _require_plausible(path: Path, config: McaModelConfig, tensors: Sequence[Sto
     experts, nbytes = config.num_experts or 1, sum(info.nbytes for info in tensors)
     if config.num_layers * experts * config.hidden_size > 2 * nbytes:  # a weight takes at least half a byte
         raise McaError(
-            f"{path / CONFIG}: {config.num_layers} layers of {experts} MLPs cannot lie in {nbytes} bytes of weights; "
+            f"{path / CONFIG}: {config.num_layers} layers of {experts} MLPs do not fit into {nbytes} bytes of weights; "
             "the checkpoint and its config.json do not agree"
         )
 

@@ -56,6 +56,7 @@ _IN_ITS_FILE = (
     "afmoe",
     "apertus",
     "aria_text",
+    "audioflamingo3",
     "axk1",
     "aya_vision",
     "bamba",
@@ -88,6 +89,7 @@ _IN_ITS_FILE = (
     "glm4_moe_lite",
     "glm4v",
     "glm_moe_dsa",
+    "glmasr",
     "gpt2",
     "gpt_bigcode",
     "gpt_neox",
@@ -116,6 +118,7 @@ _IN_ITS_FILE = (
     "mimo",
     "mimo_v2_flash",
     "minicpm3",
+    "minimax",
     "minimax_m2",
     "deepseek_vl",
     "exaone4_5",
@@ -159,6 +162,8 @@ _IN_ITS_FILE = (
     "smolvlm",
     "starcoder2",
     "vaultgemma",
+    "vipllava",
+    "voxtral",
     "youtu",
 )
 """Types whose family is ``FAMILY`` of the module of their name."""

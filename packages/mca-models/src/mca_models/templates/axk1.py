@@ -22,12 +22,8 @@ NAMES = MoeNames(in_memory=(("post_mlp_layernorm", "mlp.post_mlp_layernorm"),))
 CONFIG = replace(
     DEEPSEEK_V3.table,
     defaults={
-        "n_group": 8,
-        "topk_group": 4,
-        "routed_scaling_factor": 2.5,
-        "n_shared_experts": 1,
-        "q_lora_rank": 1536,
-        "n_routed_experts": 192,
+        **{"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5},
+        **{"n_shared_experts": 1, "q_lora_rank": 1536, "n_routed_experts": 192},
     },
     constants={**DEEPSEEK_V3.table.constants, "moe_post_norm": True},
     aliases={"num_local_experts": "n_routed_experts"},

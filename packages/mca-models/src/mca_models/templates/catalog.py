@@ -247,9 +247,10 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
         "as of the text part",
     ),
     "llava_next": (
-        "LLaVA 1.6, Granite Vision 3: the same on tiles; `llama`, `mistral`, `qwen2` or `granite`",
+        "LLaVA 1.6: the same on tiles; `llama`, `mistral` or `qwen2`",
         "as of the text part",
     ),
+    "vipllava": ("`llama` with a CLIP vision model, of which several layers are seen", "as of the text part"),
     "llava_onevision": (
         "`qwen2` with a SigLIP vision model; the only image of a sequence is cut into tiles",
         "as of the text part",
@@ -273,6 +274,9 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
     ),
     "qwen3_asr": ("`qwen3` with the audio encoder of `qwen3_omni_moe_thinker`", "as of the text part"),
     "qwen2_audio": ("`qwen2` with a Whisper encoder", "as of the text part"),
+    "voxtral": ("`llama` with a Whisper encoder; a clip may have several windows", "as of the text part"),
+    "audioflamingo3": ("`qwen2` with the same", "as of the text part"),
+    "glmasr": ("`llama` with an audio encoder with RoPE", "as of the text part"),
     "minimax_m3_vl": ("`minimax_m3_vl_text` with a vision model", "as of the text part"),
     "phimoe": (
         "3.5: LayerNorm, biases on attention and logits; SparseMixer routing, random in training",
@@ -282,6 +286,10 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
         "MLA with multipliers; two attentions and MLPs in a layer, shortcut-connected MoE with identity (zero-compute) "
         "experts",
         "our layer and router",
+    ),
+    "minimax": (
+        "MiniMax-Text-01: lightning attention in most layers, a residual stream through the norms with factors, MoE",
+        "our lightning attention",
     ),
     "lfm2": ("gated short convolutions in most layers, QK-norm for each head", "our short convolution"),
     "lfm3": (
@@ -318,7 +326,7 @@ _REASONS: Mapping[str, str] = {
     "state space or recurrent layers, alone or between attention layers": (
         "falcon_mamba jamba mamba mamba2 recurrent_gemma rwkv xlstm zamba zamba2"
     ),
-    "linear attention other than gated delta net and Kimi delta attention": ("bailing_hybrid minimax"),
+    "Kimi delta attention whose decay may be bounded, and MLA with RoPE": "bailing_hybrid",
     "short convolutions in place of attention, or before it": ("inkling2_text inkling_text zaya"),
     "two kinds of MLA, with an indexer and with a sliding window": "dots3_note_text",
     INDEXER + ", and several residual streams": "hy_v4",
@@ -329,15 +337,15 @@ _REASONS: Mapping[str, str] = {
         "moshi moss_transcribe_diarize musicgen musicgen_melody phi4_multimodal qwen4_exp"
     ),
     "audio": (
-        "fun_asr_nano glmasr granite_speech granite_speech_plus inkling_mm_model kyutai_speech_to_text muse_spark "
+        "fun_asr_nano granite_speech granite_speech_plus inkling_mm_model kyutai_speech_to_text muse_spark "
         "nemo_speechlm "
-        "vibevoice_asr voxtral voxtral_realtime"
+        "vibevoice_asr voxtral_realtime"
     ),
     "a vision model that mca does not know; its text part is of a supported type": (
         "aria deepseek_vl_hybrid fast_vlm hyperclovax_vision_v2 "
         "idefics2 lfm3_vl lighton_ocr llava_next_video "
         "minicpm_ocr minicpmv4_6 minicpmv4_7 nemotron_h_omni perception_lm pp_chart2table qianfan_ocr "
-        "video_llama_3 video_llava vipllava"
+        "video_llama_3 video_llava"
     ),
     "a vision model and a text part that mca does not know": (
         "cohere_compass cosmos3_edge deepseek_ocr2 glm5_next glm_ocr glmga granite_docling hunyuan_vl "

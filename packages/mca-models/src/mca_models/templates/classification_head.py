@@ -41,6 +41,7 @@ _SEQUENCE = {
     "hunyuan_v1_moe": "HunYuanMoEV1",
     "llama": "Llama",
     "minicpm3": "MiniCPM3",
+    "minimax": "MiniMax",
     "ministral": "Ministral",
     "ministral3": "Ministral3",
     "mistral": "Mistral",
@@ -95,15 +96,18 @@ class Head:
 
 
 def class_name(model_type: str, kind: HeadKind) -> str:
-    """Return transformers' class of a family's models with a classification head.
+    """Return transformers' class of a text family's models with a classification head.
 
     Raises:
-        McaError: It has none.
+        McaError: It has none, or the family takes media.
     """
     end = next(end for end, known in _ENDS.items() if known == kind)
     without = _NOT_OF_TOKENS if kind == "token_classification" else _NOT_OF_SEQUENCES
     if model_type not in _SEQUENCE or model_type in without:
-        raise McaError(f"transformers has no {end} of {model_type} models; choose a model of another family")
+        raise McaError(
+            f"there is no {end} of {model_type} models in mca, only of text models for which transformers has the "
+            "class; choose a model of another family"
+        )
     return _SEQUENCE[model_type] + end
 
 

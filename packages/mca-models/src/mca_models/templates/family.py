@@ -108,6 +108,10 @@ class Family:
         assert isinstance(self.config, ConfigTable), "text parts do not nest"
         return self.config
 
+    def with_defaults(self, values: Values) -> "Family":
+        """Return the text-only family for files that leave out keys, whose HF values are then ``values``."""
+        return replace(self, config=replace(self.table, defaults={**self.table.defaults, **values}))
+
     def hf_shapes(self, config: McaModelConfig) -> dict[str, Shape]:
         """Every HF tensor of a model and its shape, known without a checkpoint."""
         return hf_shapes(self.params(config), config)

@@ -1,10 +1,7 @@
 """Gemma 3: HF ``Gemma3ForConditionalGeneration``: a SigLIP tower and the text model."""
 
-from dataclasses import replace
-
 from mca_config.model_config import McaModelConfig
 from mca_models.templates import get_family
-from mca_models.templates.family import Family
 from mca_models.templates.parts.clip_tower import CLIP_SPELLINGS, siglip_tower
 from mca_models.templates.parts.vision_language import vision_language_family
 from mca_models.templates.parts.vision_tower import PROJECTOR, TOWER, NestedTextConfig, Shapes, VisionModel
@@ -39,17 +36,10 @@ _DEFAULTS = {
 }
 """Keys that published files leave out."""
 
-
-def text_family() -> Family:
-    """Gemma 3 as the text part."""
-    defaults = {**GEMMA3_TEXT.table.defaults, **_DEFAULTS}
-    return replace(GEMMA3_TEXT, config=replace(GEMMA3_TEXT.table, defaults=defaults))
-
-
 FAMILY = vision_language_family(
     "gemma3",
     "Gemma3ForConditionalGeneration",
-    {"gemma3_text": text_family()},
+    {"gemma3_text": GEMMA3_TEXT.with_defaults(_DEFAULTS)},
     VisionModel(
         tensors=tensors,
         spellings=CLIP_SPELLINGS,

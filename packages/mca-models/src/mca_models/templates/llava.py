@@ -5,7 +5,13 @@ from functools import partial
 from mca_config.model_config import McaModelConfig
 from mca_models.templates import get_family
 from mca_models.templates.parts.clip_tower import CLIP_SPELLINGS, unused_states
-from mca_models.templates.parts.llava import is_clip, llava_tensors, text_families, tokens_per_tile
+from mca_models.templates.parts.llava import (
+    LLAMA_DEFAULTS,
+    MISTRAL_DEFAULTS,
+    is_clip,
+    llava_tensors,
+    tokens_per_tile,
+)
 from mca_models.templates.parts.vision_language import vision_language_family
 from mca_models.templates.parts.vision_tower import PROJECTOR, NestedTextConfig, VisionModel
 from mca_models.templates.parts.vision_values import vision_values
@@ -21,7 +27,12 @@ def tokens_per_image(config: McaModelConfig) -> int:
 FAMILY = vision_language_family(
     "llava",
     "LlavaForConditionalGeneration",
-    text_families(*map(get_family, ("llama", "mistral", "qwen2", "qwen3"))),
+    {
+        "llama": get_family("llama").with_defaults(LLAMA_DEFAULTS),
+        "mistral": get_family("mistral").with_defaults(MISTRAL_DEFAULTS),
+        "qwen2": get_family("qwen2"),
+        "qwen3": get_family("qwen3"),
+    },
     VisionModel(
         tensors=llava_tensors,
         spellings=CLIP_SPELLINGS,

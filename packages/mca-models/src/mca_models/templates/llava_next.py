@@ -1,13 +1,14 @@
-"""LLaVA-NeXT (1.6), Granite Vision 3: HF ``LlavaNextForConditionalGeneration``: LLaVA on tiles of an image."""
+"""LLaVA-NeXT (1.6): HF ``LlavaNextForConditionalGeneration``: LLaVA on tiles of an image."""
 
 from functools import partial
 
 from mca_models.templates import get_family
 from mca_models.templates.parts.clip_tower import unused_states
 from mca_models.templates.parts.llava import (
+    LLAMA_DEFAULTS,
+    MISTRAL_DEFAULTS,
     NEWLINE,
     TILED_SPELLINGS,
-    text_families,
     tiled_tensors,
     tiled_tokens,
     tokens_per_tile,
@@ -18,7 +19,11 @@ from mca_models.templates.parts.vision_tower import PROJECTOR, NestedTextConfig,
 FAMILY = vision_language_family(
     "llava_next",
     "LlavaNextForConditionalGeneration",
-    text_families(*map(get_family, ("llama", "mistral", "qwen2", "granite"))),
+    {
+        "llama": get_family("llama").with_defaults(LLAMA_DEFAULTS),
+        "mistral": get_family("mistral").with_defaults(MISTRAL_DEFAULTS),
+        "qwen2": get_family("qwen2"),
+    },
     VisionModel(
         tensors=tiled_tensors,
         spellings=TILED_SPELLINGS,

@@ -11,7 +11,6 @@ from mca_models.templates.parts.vision_tower import (
     Shapes,
     VisionModel,
     linear,
-    llava_spelling,
     module_spelling,
     norm,
     repeat_shapes,
@@ -66,7 +65,7 @@ FAMILY = vision_language_family(
     {"qwen2": get_family("qwen2")},
     VisionModel(
         tensors=tensors,
-        spellings=(llava_spelling(TOWER, _TABLE), module_spelling(TOWER, _TABLE)),
+        spellings=(module_spelling(TOWER, _TABLE),),
         projector=(_TABLE, *_HEADS),
         image_tokens="word_marks",
         tokens_per_image=tokens_per_tile,

@@ -21,8 +21,8 @@ from mca_models.templates.parts.vision_tower import (
 from mca_models.templates.parts.vision_values import vision_values
 
 QWEN2 = get_family("qwen2")
-_DEFAULTS = {**QWEN2.table.defaults, "rope_theta": 1e6, "num_key_value_heads": 4}
-TEXT = replace(QWEN2, model_type="qwen2_5_omni_text", config=replace(QWEN2.table, defaults=_DEFAULTS))
+_DEFAULTS = {"rope_theta": 1e6, "num_key_value_heads": 4}
+TEXT = replace(QWEN2.with_defaults(_DEFAULTS), model_type="qwen2_5_omni_text")
 
 
 def tensors(config: McaModelConfig) -> Shapes:

@@ -1,7 +1,5 @@
 """Qwen2-Audio: HF ``Qwen2AudioForConditionalGeneration``, a Whisper encoder and a Qwen 2 text model."""
 
-from dataclasses import replace
-
 from mca_config.model_config import McaModelConfig
 from mca_models.templates import get_family
 from mca_models.templates.parts.vision_language import vision_language_family
@@ -19,7 +17,6 @@ from mca_models.templates.parts.vision_tower import (
 from mca_models.templates.parts.vision_values import vision_values
 from mca_models.templates.parts.whisper_tower import whisper_tower
 
-QWEN2 = get_family("qwen2")
 _DEFAULTS = {
     **{"hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32, "num_attention_heads": 32},
     **{"num_key_value_heads": 32, "vocab_size": 151936, "max_position_embeddings": 32768},
@@ -39,7 +36,7 @@ def tensors(config: McaModelConfig) -> Shapes:
 FAMILY = vision_language_family(
     "qwen2_audio",
     "Qwen2AudioForConditionalGeneration",
-    {"qwen2": replace(QWEN2, config=replace(QWEN2.table, defaults={**QWEN2.table.defaults, **_DEFAULTS}))},
+    {"qwen2": get_family("qwen2").with_defaults(_DEFAULTS)},
     VisionModel(
         tensors=tensors,
         spellings=(llava_spelling(AUDIO_TOWER, PROJECTOR), module_spelling(AUDIO_TOWER, PROJECTOR)),

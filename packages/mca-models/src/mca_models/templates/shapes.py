@@ -110,9 +110,17 @@ def _mamba_widths(c: FamilyConfig) -> tuple[int, int]:
     )
 
 
+def _lightning_width(c: FamilyConfig) -> int:
+    """Return the channels of all heads of lightning attention."""
+    width: int = c.lightning_attention.lightning_num_heads * c.lightning_attention.lightning_head_dim
+    return width
+
+
 def _in_proj(c: McaModelConfig) -> Shape:
     if c.short_convolution is not None:
         return 3 * c.hidden_size, c.hidden_size
+    if c.lightning_attention is not None:
+        return 4 * _lightning_width(c), c.hidden_size
     if c.mamba is not None:
         inside, states = _mamba_widths(c)
         return 2 * (inside + states) + c.mamba.mamba_num_heads, c.hidden_size
@@ -133,6 +141,8 @@ def _conv(c: FamilyConfig) -> Shape:
 def _out_proj_columns(c: McaModelConfig) -> int:
     if c.short_convolution is not None:
         return c.hidden_size
+    if c.lightning_attention is not None:
+        return _lightning_width(c)
     return _mamba_widths(c)[0] if c.mamba is not None else _delta_widths(c)[1]
 
 
@@ -245,6 +255,7 @@ _DELTA_NET = {
     "self_attention.D": _states,
     "self_attention.norm.weight": lambda c: _mamba_widths(c)[:1],
     "self_attention.out_norm.weight": lambda c: (c.linear_attention.linear_value_head_dim,),
+    "self_attention.gate_norm.weight": lambda c: (_lightning_width(c),),
     "self_attention.out_proj.weight": lambda c: (c.hidden_size, _out_proj_columns(c)),
 }
 _PREFIX = "self_attention."

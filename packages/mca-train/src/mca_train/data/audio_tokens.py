@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mca_config.errors import McaError, UsageError
 from mca_config.model_config import McaModelConfig
+from mca_config.types import JsonObject
 from mca_models.media import ImageSpan, placeholders
 from mca_models.templates import get_family
 from mca_models.templates.parts.vision_tower import AudioTower
@@ -84,13 +85,16 @@ class AudioTokens:
     @property
     def _heard(self) -> float | None:
         """Return the seconds that the model hears at most; None: any number."""
-        return (
-            None if self._tower.unpadded else self.extractor.n_samples / float(self.extractor.sampling_rate)
-        )
+        if self._tower.unpadded or self._tower.windows is None:
+            return None
+        return self._tower.windows * int(self.extractor.n_samples) / float(self.extractor.sampling_rate)
 
     def _frames(self, samples: int) -> int:
         """Return the frames of a clip that its mask marks; without padding, a last one that is begun is left out."""
         hop, least = int(self.extractor.hop_length), int(getattr(self.extractor, "min_length", 0))
+        if self._tower.mask is None:
+            window = int(self.extractor.n_samples)
+            return -(-samples // window) * window // hop
         return max(samples, least) // hop if self._tower.unpadded else -(-samples // hop)
 
     def marks(self, grid: Grid) -> tuple[Sequence[int], Sequence[int]]:
@@ -122,14 +126,30 @@ class AudioTokens:
         rate = self.extractor.sampling_rate
         require_unchanged(place, grid, self.grid(AudioFacts(len(samples), rate)))
         given = {"sampling_rate": rate, "return_attention_mask": True, "return_tensors": "pt"}
+        if self._tower.mask is None:
+            return {"input_features": self._joint_windows(samples, given)}
         if self._tower.unpadded:
             given |= {"padding": "longest", "truncation": False}
-        made = self.extractor([samples], **given)
+        made = self.extractor(self._windows(samples), **given)
         mask: Tensor = made[self._made_mask]
         count = self._tower.tokens(self._config, int(mask.sum()))
         require_unchanged(place, grid, Grid.audio(count))
-        found = {"input_features": torch.as_tensor(made["input_features"])}
-        return found if self._tower.mask is None else {**found, self._tower.mask: mask.to(self._mask_dtype)}
+        features = torch.as_tensor(made["input_features"])
+        return {"input_features": features, self._tower.mask: mask.to(self._mask_dtype)}
+
+    def _windows(self, samples: NDArray[np.float32]) -> list[NDArray[np.float32]]:
+        """Return the windows of a clip, each of which has its own spectrogram."""
+        if self._tower.windows == 1:
+            return [samples]
+        size = int(self.extractor.n_samples)
+        return [samples[start : start + size] for start in range(0, len(samples), size)]
+
+    def _joint_windows(self, samples: NDArray[np.float32], given: JsonObject) -> Tensor:
+        """Return the windows of the spectrogram of a full clip, ``[windows, mels, frames]``."""
+        size, hop = int(self.extractor.n_samples), int(self.extractor.hop_length)
+        made = self.extractor([samples], **given, padding=True, truncation=False, pad_to_multiple_of=size)
+        features: Tensor = torch.as_tensor(made["input_features"])[0].unflatten(1, (-1, size // hop))
+        return features.transpose(0, 1).contiguous()
 
 
 _GEMMA4_SAMPLES = 480_000

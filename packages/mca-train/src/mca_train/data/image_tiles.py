@@ -151,7 +151,20 @@ class MarkedTileTokens(TileTokens):
         return [ImageSpan(int(start), 1, grid.columns) for start in where[:: grid.columns]]
 
 
-class TileRowTokens(PlainTokens):
+class SeparateTileTokens(PlainTokens):
+    """Image tokens of tiles with marks between them; one mark follows the last tile."""
+
+    def marks(self, grid: Grid) -> tuple[Sequence[int], Sequence[int]]:
+        """Return the marks around an image."""
+        ids = self.ids(grid)
+        return ids[: ids.index(self.token)], ids[-1:]
+
+    def locate(self, where: Sequence[int], grid: Grid) -> list[ImageSpan]:
+        """Return one location per tile."""
+        return [ImageSpan(int(start), 1, grid.columns) for start in where[:: grid.columns]]
+
+
+class TileRowTokens(SeparateTileTokens):
     """Image tokens of Llama 4: tiles in rows, with marks between them and at the ends of rows, then the whole image.
 
     Args:
@@ -202,17 +215,8 @@ class TileRowTokens(PlainTokens):
             ids += [*([*tile, between] * (columns - 1)), *tile, row_end] * grid.tile_rows
         return [*ids, whole, *tile, end]
 
-    def marks(self, grid: Grid) -> tuple[Sequence[int], Sequence[int]]:
-        """Return the marks around an image."""
-        ids = self.ids(grid)
-        return ids[: ids.index(self.token)], ids[-1:]
 
-    def locate(self, where: Sequence[int], grid: Grid) -> list[ImageSpan]:
-        """Return one location per tile."""
-        return [ImageSpan(int(start), 1, grid.columns) for start in where[:: grid.columns]]
-
-
-class RowColumnTokens(PlainTokens):
+class RowColumnTokens(SeparateTileTokens):
     """Image tokens of Idefics 3 and SmolVLM: tiles behind their row and column, then the whole image.
 
     Args:
@@ -268,15 +272,6 @@ class RowColumnTokens(PlainTokens):
         """Return the tokens of an image, including its marks."""
         columns = (grid.rows - 1) // grid.tile_rows if grid.tile_rows else 0
         return list(self._write(grid.tile_rows, columns))
-
-    def marks(self, grid: Grid) -> tuple[Sequence[int], Sequence[int]]:
-        """Return the marks around an image."""
-        ids = self.ids(grid)
-        return ids[: ids.index(self.token)], ids[-1:]
-
-    def locate(self, where: Sequence[int], grid: Grid) -> list[ImageSpan]:
-        """Return one location per tile."""
-        return [ImageSpan(int(start), 1, grid.columns) for start in where[:: grid.columns]]
 
     def _taken(self, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {"pixel_values": made["pixel_values"][0][:, None]}

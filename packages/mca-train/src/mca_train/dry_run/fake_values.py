@@ -16,6 +16,8 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from mca_train.types import Upstream
+
 _COALESCED = (
     torch.ops.c10d.reduce_scatter_tensor_coalesced_.default,
     torch.ops.c10d.allgather_into_tensor_coalesced_.default,
@@ -94,7 +96,7 @@ class FakeValues(TorchDispatchMode):
         if not mutable and isinstance(first, torch.Tensor) and first not in self._known:
             return None
         tensors = [leaf for leaf in _pytree.tree_leaves((args, options)) if isinstance(leaf, torch.Tensor)]
-        if mutable:
+        if mutable and not self._writes_known_numbers(func, tensors):
             for tensor in tensors:
                 self._known.pop(tensor, None)
             return None
@@ -109,6 +111,14 @@ class FakeValues(TorchDispatchMode):
             if "device" in true_options:
                 true_options["device"] = _HOST
             return func(*true_args, **true_options)
+
+    def _writes_known_numbers(self, func: Upstream, tensors: Sequence[torch.Tensor]) -> bool:
+        """Return True if ``func`` writes known numbers, such as lengths, into a tensor of known numbers."""
+        if func.namespace != "aten" or not tensors or any(tensor not in self._known for tensor in tensors):
+            return False
+        with _disable_current_modes():  # other tensors may have the same values
+            self._known[tensors[0]] = self._known[tensors[0]].clone()
+        return not self._known[tensors[0]].is_floating_point()
 
     def _all_rows(self, index: torch.Tensor | None) -> list[torch.Tensor | None]:
         """Return the indices that a mask selects if all of it is True; other indices are returned unchanged."""
@@ -148,7 +158,7 @@ def _op_traits(func: Any) -> tuple[bool, bool]:
 def _makes_numbers(func: Any, args: Sequence[Any]) -> bool:
     """Return True if ``func`` creates a tensor from host numbers: a range, or a small constant tensor."""
     kind = func._overloadpacket
-    return kind is torch.ops.aten.arange or (
+    return kind in (torch.ops.aten.arange, torch.ops.aten.scalar_tensor) or (
         kind is torch.ops.aten.full and math.prod(args[0]) <= _MAX_FLOAT_VALUES
     )
 

@@ -17,7 +17,9 @@ from mca_train.data.sample_images import SampleImages
 from mca_train.data.token_dataset import VALUES
 from mca_train.dry_run.fake_values import FakeValues
 from mca_train.losses.moe_aux import routers
+from mca_train.plan.audio_memory import Clips, PlannedMedia
 from mca_train.plan.vision_memory import Images
+from mca_train.types import Upstream
 
 
 class LongestSamples(Dataset[JsonObject]):
@@ -28,7 +30,7 @@ class LongestSamples(Dataset[JsonObject]):
         length: Tokens of each sequence.
         sides: Prefixes of the sequences of a sample; empty: a sample is one sequence.
         numbers: Extra numbers per sequence.
-        images: Images of each sequence; None: there are none.
+        media: Media of each sequence; None: there are none.
     """
 
     def __init__(
@@ -37,10 +39,10 @@ class LongestSamples(Dataset[JsonObject]):
         length: int,
         sides: Sequence[str] = (),
         numbers: int = 1,
-        images: Images | None = None,
+        media: PlannedMedia | None = None,
     ) -> None:
         self._count, self._length, self._numbers = count, length, numbers
-        self._images = None if images is None else _blank(images)
+        self._images = None if media is None else _blank(media)
         self._prefixes = [f"{side}_" for side in sides] or [""]
 
     def __len__(self) -> int:
@@ -61,11 +63,32 @@ class LongestSamples(Dataset[JsonObject]):
         return {f"{prefix}{name}": value for prefix in self._prefixes for name, value in made.items()}
 
 
-def _blank(images: Images) -> SampleImages:
-    """Return blank images, one text token apart."""
-    step, side = images.tokens + 1, images.side
-    places = tuple(ImageSpan(number * step, side, side) for number in range(images.count))
-    return SampleImages(places, lambda: _PIXELS[images.tower.form](images))
+def _blank(media: PlannedMedia) -> SampleImages:
+    """Return blank images and silent clips, one text token apart."""
+    images, clips, places, start = media.images, media.clips, list[ImageSpan](), 0
+    if images is not None:
+        step, side = images.tokens + 1, images.side
+        places += [ImageSpan(number * step, side, side) for number in range(images.count)]
+        start = step * images.count
+    if clips is not None:
+        step = clips.tokens + 1
+        places += [
+            ImageSpan(start + number * step, 1, clips.tokens, medium="audio") for number in range(clips.count)
+        ]
+
+    def tensors() -> dict[str, torch.Tensor]:
+        found = {} if images is None else _PIXELS[images.tower.form](images)
+        return found | ({} if clips is None else _spectrograms(clips))
+
+    return SampleImages(tuple(places), tensors)
+
+
+def _spectrograms(clips: Clips) -> dict[str, torch.Tensor]:
+    inside = torch.arange(clips.computed) < clips.frames
+    return {
+        "input_features": torch.zeros(clips.count, clips.bands, clips.computed),
+        clips.mask: inside.long().expand(clips.count, -1),
+    }
 
 
 def _patches(images: Images) -> dict[str, torch.Tensor]:
@@ -143,13 +166,20 @@ def _real(array: object) -> torch.Tensor:
 
 @contextmanager
 def convert_known_values(answers: FakeValues) -> Iterator[None]:
-    """Context in which ``Tensor.numpy`` returns the known values of fake tensors."""
+    """Context in which ``Tensor.numpy`` and ``torch.tensor`` take the known values of fake tensors."""
     plain = torch.Tensor.numpy
 
     def either(tensor: torch.Tensor, **options: bool) -> object:
         return plain(tensor, **options) if type(tensor) is torch.Tensor else np.array(answers.to_list(tensor))
 
-    with replaced(torch.Tensor, "numpy", either):
+    make = torch.tensor
+
+    def make_known(data: object, **options: Upstream) -> torch.Tensor:
+        if isinstance(data, list) and any(isinstance(each, torch.Tensor) for each in data):
+            data = [each.item() if isinstance(each, torch.Tensor) else each for each in data]
+        return make(data, **options)
+
+    with replaced(torch.Tensor, "numpy", either), replaced(torch, "tensor", make_known):
         yield
 
 

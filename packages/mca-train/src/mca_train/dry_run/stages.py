@@ -20,7 +20,7 @@ from mca_train.dry_run.step import StepNeeds, measure_step
 if TYPE_CHECKING:
     from mca_config.model_config import McaModelConfig
     from mca_train.config.run_config import Settings
-    from mca_train.plan.vision_memory import Images
+    from mca_train.plan.audio_memory import PlannedMedia
     from mca_train.tasks.task import Task
 
 
@@ -32,7 +32,7 @@ def measure_stages(
     world_size: int,
     *,
     ordered: bool = False,
-    images: "Images | None" = None,
+    media: "PlannedMedia | None" = None,
 ) -> list[StepNeeds]:
     """Measure the needs of the first rank of each pipeline stage in one step.
 
@@ -43,7 +43,7 @@ def measure_stages(
         layout: Parallel layout.
         world_size: Number of ranks.
         ordered: Return the schedule of the first stage's micro-batches on all stages, for a common timeline.
-        images: Images of each sequence; None: there are none.
+        media: Media of each sequence; None: there are none.
     """
     platform.prepare()  # here and below: imports that every process would repeat
     import_module("mca_train.trainer.trainer")
@@ -60,7 +60,7 @@ def measure_stages(
                 rank,
                 world_size,
                 count_micro_batches(accumulated, layout, stage, group),
-                images,
+                media,
                 count_micro_batches(accumulated, layout, 0, group) if ordered else 0,
             )
             for stage, rank in enumerate(_first_ranks(grid))

@@ -47,8 +47,8 @@ from mca_train.dry_run.tracker import (
     split_per_micro_batch,
 )
 from mca_train.engine.engine import Engine
+from mca_train.plan.audio_memory import PlannedMedia
 from mca_train.plan.schedule import Pass
-from mca_train.plan.vision_memory import Images
 
 if TYPE_CHECKING:
     from mca_config.model_config import McaModelConfig
@@ -109,10 +109,10 @@ def measure_step(
     rank: int,
     world_size: int,
     micro_batches: int,
-    images: Images | None = None,
+    media: PlannedMedia | None = None,
     ordered: int = 0,
 ) -> StepNeeds:
-    """Measure the needs of ``rank`` in a step of ``micro_batches``, with ``images`` in each sequence.
+    """Measure the needs of ``rank`` in a step of ``micro_batches``, with ``media`` in each sequence.
 
     Call it in a separate process, because Megatron's process groups are global. ``ordered`` micro-batches are scheduled
     without computation.
@@ -133,7 +133,7 @@ def measure_step(
         modes = Modes(Tracker(ModuleNames()), fake, answers)
         stack.enter_context(convert_known_values(answers))
         stack.enter_context(skip_sinkhorn_iterations())
-        trainer, engine = build(task, settings, model, modes, AutoModel.unfilled, images)
+        trainer, engine = build(task, settings, model, modes, AutoModel.unfilled, media)
         route_evenly(engine.models, answers)
         batch = next(iterate_steps(trainer.get_train_dataloader()))
         needs = measure(trainer, engine, modes, batch)
@@ -182,7 +182,7 @@ def build(
     config: "McaModelConfig",
     modes: Modes,
     make: "Callable[[McaModelConfig, TrainingArguments], VirtualModels]",
-    images: Images | None = None,
+    media: PlannedMedia | None = None,
 ) -> "tuple[McaTrainer, Engine]":
     """Build the trainer and the engine of this rank in their state before the second step; collective.
 
@@ -192,7 +192,7 @@ def build(
         config: Configuration of the model.
         modes: Dispatch modes.
         make: Function that creates the model.
-        images: Images of each sequence; None: there are none.
+        media: Media of each sequence; None: there are none.
     """
     args, length = settings.training, settings.data.seq_length
     reference = None
@@ -207,7 +207,7 @@ def build(
     options: TrainerOptions = {
         "model": model,
         "args": args,
-        "train_dataset": LongestSamples(samples, length, task.sides, config.head.num_labels or 1, images),
+        "train_dataset": LongestSamples(samples, length, task.sides, config.head.num_labels or 1, media),
         "pack_length": length * task.sequences_per_sample,
     }
     with modes.enter(STEP):

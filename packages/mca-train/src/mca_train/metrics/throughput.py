@@ -98,8 +98,7 @@ class ModelFlops:
         squared = [
             config.layer_config(layer)
             for layer in range(config.num_layers)
-            if config.has_attention(layer)
-            and not (config.is_mamba_layer(layer) or config.is_conv_layer(layer))
+            if config.has_attention(layer) and (config.is_linear_layer(layer) or not config.has_mixer(layer))
         ]
         squared += [config] * depth
         return cls(

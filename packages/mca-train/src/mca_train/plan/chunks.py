@@ -8,8 +8,8 @@ from mca_config.model_config import McaModelConfig
 from mca_config.pipeline import PipelineChunk
 from mca_models.templates.parts.layer_costs import SINGLE, SavedTensor
 from mca_train.plan import local_layers, te_layers
+from mca_train.plan.audio_memory import PlannedMedia
 from mca_train.plan.sizes import Sizes
-from mca_train.plan.vision_memory import Images
 
 if TYPE_CHECKING:
     from mca_config.training import TrainingArguments
@@ -45,7 +45,7 @@ class ChunkSpec:
         sizes: Sizes of a micro-batch.
         implementation: Implementation of the layers.
         on_gpu: Outputs are freed after they are sent, if Megatron waits for the send.
-        images: Images of each sequence; None: there are none.
+        media: Media of each sequence; None: there are none.
     """
 
     config: McaModelConfig
@@ -53,7 +53,7 @@ class ChunkSpec:
     sizes: Sizes
     implementation: Implementation
     on_gpu: bool
-    images: Images | None = None
+    media: PlannedMedia | None = None
 
     def lines(self, number: int, *, worst: bool = False) -> list[SavedTensor]:
         """Return the tensors that decoder layer ``number`` saves without recomputation."""
@@ -104,9 +104,9 @@ def chunk_memory(model: ChunkSpec, chunk: PipelineChunk, *, worst: bool = False)
     """Return the memory of everything on ``chunk``."""
     layers = [model.layer(number, worst=worst) for number in chunk.layers]
     parts = _recomputed_blocks(model, layers) if model.training.recompute_granularity == "full" else layers
-    if chunk.has_embedding and model.images is not None:
-        kept = sum(line.bytes for line in model.images.lines(model.sizes))
-        parts = [PassMemory(kept, 0.0 if kept else model.images.running(model.sizes)), *parts]
+    if chunk.has_embedding and model.media is not None:
+        kept = sum(line.bytes for line in model.media.lines(model.sizes))
+        parts = [PassMemory(kept, 0.0 if kept else model.media.running(model.sizes)), *parts]
     if chunk.has_embedding and model.per_layer:
         channels = _per_layer_channels(model.config)
         parts = [PassMemory(model.per_layer + model.norm(channels, output=False)), *parts]
@@ -130,7 +130,7 @@ def forward_only_memory(model: ChunkSpec, chunk: PipelineChunk) -> float:
     ]
     if chunk.has_loss or chunk.mtp_layers:
         parts.append(_output_memory(model, chunk))
-    images = [PassMemory(model.images.running(model.sizes))] if chunk.has_embedding and model.images else []
+    images = [PassMemory(model.media.running(model.sizes))] if chunk.has_embedding and model.media else []
     return model.hidden_bytes + max((part.kept + part.forward for part in (*images, *parts)), default=0.0)
 
 

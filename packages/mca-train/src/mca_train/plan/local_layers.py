@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from mca_config.model_config import McaModelConfig
 from mca_models.templates.parts.gated_delta_net import DELTA_NET_COSTS
 from mca_models.templates.parts.layer_costs import CHUNK, SINGLE, ExpertSizes, MixerCosts, SavedTensor, norm
+from mca_models.templates.parts.lightning_attention import LIGHTNING_COSTS
 from mca_models.templates.parts.mamba import MAMBA_COSTS, num_heads
 from mca_models.templates.parts.mla import latent_sizes, saved_core
 from mca_models.templates.parts.short_convolution import CONVOLUTION_COSTS
@@ -15,6 +16,7 @@ from mca_train.plan.sizes import Sizes
 
 MIXERS: Mapping[str, MixerCosts] = {
     "linear_attention": DELTA_NET_COSTS,
+    "lightning": LIGHTNING_COSTS,
     "mamba": MAMBA_COSTS,
     "conv": CONVOLUTION_COSTS,
 }

@@ -14,11 +14,11 @@ from mca_models.lora import rules_for_training
 from mca_models.templates.parts.layer_costs import EIGHTH, HALF, SINGLE
 from mca_train.config.model import resolve_layout
 from mca_train.config.model_parts import trained_parts
+from mca_train.plan.audio_memory import PlannedMedia
 from mca_train.plan.chunks import ChunkSpec, Implementation, PassMemory, chunk_memory, forward_only_memory
 from mca_train.plan.counts import Count, ModelCounts, optimizer_shards
 from mca_train.plan.schedule import Order, rank_passes
 from mca_train.plan.sizes import Sizes, element_bytes
-from mca_train.plan.vision_memory import Images
 
 if TYPE_CHECKING:
     from mca_config.training import TrainingArguments
@@ -82,7 +82,7 @@ class Plan:
     global_batch: int
     tokens_per_step: int
     bubble: float
-    images: Images | None = None
+    media: PlannedMedia | None = None
     """Images of each sequence in the plan."""
     fp8_copies: int = 0
     """fp8 copies of each weight; 0: GEMMs are not in fp8."""
@@ -102,7 +102,7 @@ class PlanInput:
         reference: Parameter counts of a separate reference model.
         implementation: Implementation of the layers.
         on_gpu: The run is on a GPU.
-        images: Images of each sequence; None: there are none.
+        media: Media of each sequence; None: there are none.
         evaluated: The run evaluates, in micro-batches of ``per_device_eval_batch_size``.
         precomputed: Reference log-probabilities are computed before training in evaluation micro-batches, after which
             the reference model is freed.
@@ -119,7 +119,7 @@ class PlanInput:
     reference: ModelCounts | None = None
     implementation: Implementation = "local"
     on_gpu: bool = False
-    images: Images | None = None
+    media: PlannedMedia | None = None
     evaluated: bool = False
     precomputed: bool = False
     forwards: int = 0
@@ -218,7 +218,7 @@ def plan_layout(
         global_batch=batch,
         tokens_per_step=batch * plan_input.seq_length * plan_input.sequences,
         bubble=layout.bubble(accumulation),
-        images=plan_input.images,
+        media=plan_input.media,
         fp8_copies=_fp8_copies(plan_input, training),
     )
 
@@ -235,7 +235,7 @@ def _chunk_spec(
         frozen=plan_input.adapter is not None,
         on_gpu=plan_input.on_gpu,
     )
-    return ChunkSpec(config, training, sizes, plan_input.implementation, plan_input.on_gpu, plan_input.images)
+    return ChunkSpec(config, training, sizes, plan_input.implementation, plan_input.on_gpu, plan_input.media)
 
 
 def minimum_memory(

@@ -1,9 +1,14 @@
 """Options of ``mca-train plan`` in addition to those of the run."""
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from mca_config.errors import UsageError
+
+SCHEMA, VERSION = "mca-train/plan", 1
+"""Of the JSON object of a plan."""
 
 
 def _flag(value: str, text: str) -> dict[str, str]:
@@ -59,11 +64,27 @@ class PlanOptions:
         default=None, metadata=_flag("PIXELS", "length of each side of an image; default: 448")
     )
 
+    clips: int | None = field(
+        default=None,
+        metadata=_flag(
+            "N",
+            "number of audio clips in each sequence of a model with an audio tower; default: one, if the run supports "
+            "audio",
+        ),
+    )
+    clip_seconds: float | None = field(
+        default=None, metadata=_flag("SECONDS", "length of an audio clip; default: 30")
+    )
+
     def __post_init__(self) -> None:
         if self.gpus is not None and self.gpus < 1:
             raise UsageError(f"--gpus {self.gpus}: expected at least 1")
         if self.images is not None and self.images < 0:
             raise UsageError(f"--images {self.images}: expected 0 or more")
+        if self.clips is not None and self.clips < 0:
+            raise UsageError(f"--clips {self.clips}: expected 0 or more")
+        if self.clip_seconds is not None and not 0 < self.clip_seconds < float("inf"):
+            raise UsageError(f"--clip_seconds {self.clip_seconds:g}: expected more than 0")
         if self.image_size is not None and self.image_size < 1:
             raise UsageError(f"--image_size {self.image_size}: expected at least 1")
         if self.search and self.gpus is None:
@@ -72,3 +93,10 @@ class PlanOptions:
             raise UsageError("--search excludes --dry_run and --plot; plan a layout that it prints with them")
         if self.hardware is not None and self.device is None:
             raise UsageError("--hardware FILE does nothing without --device NAME, which it may define")
+
+    def render_impossible(self, problems: Sequence[str]) -> str:
+        """Return the text, or the JSON object, about a run that no hardware can run."""
+        if not self.json:
+            return "".join(["this run is impossible:\n", *(f"  - {problem}\n" for problem in problems)])
+        document = {"schema": SCHEMA, "version": VERSION, "possible": False, "problems": list(problems)}
+        return json.dumps(document, indent=2) + "\n"

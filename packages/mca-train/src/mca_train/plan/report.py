@@ -8,8 +8,10 @@ from mca_config.model_config import McaModelConfig
 from mca_config.printable import counted
 from mca_config.types import JsonObject
 from mca_train.config.run_config import Settings
+from mca_train.plan.audio_memory import Clips
 from mca_train.plan.hardware import Device
 from mca_train.plan.memory import GIB, PARTS, Plan, StageNeeds
+from mca_train.plan.options import SCHEMA, VERSION
 from mca_train.plan.remedies import Remedy
 from mca_train.plan.vision_memory import Images
 
@@ -31,7 +33,8 @@ def render(plan: Plan, settings: Settings, model: McaModelConfig, device: Device
         f"bubble       {plan.bubble:.1%} of a step",
         f"layers       {_LAYERS[plan.implementation]}"
         + (f", on {device.name}: {device.usable_gib:.1f} GiB usable" if device else ""),
-        *([f"images       {plan.images}"] if plan.images else []),
+        *([f"images       {plan.media.images}"] if plan.media and plan.media.images else []),
+        *([f"audio        {plan.media.clips}"] if plan.media and plan.media.clips else []),
         *([_FP8.format("two copies" if plan.fp8_copies > 1 else "one copy")] if plan.fp8_copies else []),
         "",
         *_table(plan, device),
@@ -96,10 +99,6 @@ def _row(stage: str, layers: str, *cells: str) -> str:
     return f"{stage:>5}  {layers:<28}" + "".join(f"{cell:>14}" for cell in cells)
 
 
-SCHEMA = "mca-train/plan"
-VERSION = 1
-
-
 def plan_document(
     plan: Plan, model: McaModelConfig, device: Device | None = None, remedies: Sequence[Remedy] = ()
 ) -> JsonObject:
@@ -128,7 +127,8 @@ def plan_document(
         "global_batch": plan.global_batch,
         "tokens_per_step": plan.tokens_per_step,
         "bubble": plan.bubble,
-        "images": _images_document(plan.images),
+        "images": _images_document(plan.media.images if plan.media else None),
+        "clips": _clips_document(plan.media.clips if plan.media else None),
         "device": asdict(device) | {"usable_bytes": int(device.usable_gib * GIB)} if device else None,
         "stages": stages,
         "remedies": [
@@ -137,12 +137,13 @@ def plan_document(
     }
 
 
+def _clips_document(clips: Clips | None) -> JsonObject | None:
+    if clips is None:
+        return None
+    return {"in_each_sequence": clips.count, "frames": clips.frames, "tokens_of_each": clips.tokens}
+
+
 def _images_document(images: Images | None) -> JsonObject | None:
     if images is None:
         return None
     return {"in_each_sequence": images.count, "pixels": images.pixels, "tokens_of_each": images.tokens}
-
-
-def impossible_document(problems: Sequence[str]) -> JsonObject:
-    """Return the JSON object of a run that no hardware can run."""
-    return {"schema": SCHEMA, "version": VERSION, "possible": False, "problems": list(problems)}

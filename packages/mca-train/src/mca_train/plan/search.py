@@ -129,9 +129,7 @@ def predict_step_time(
         frozen=plan_input.adapter is not None,
         on_gpu=plan_input.on_gpu,
     )
-    model = ChunkSpec(
-        config, training, sizes, plan_input.implementation, plan_input.on_gpu, plan_input.images
-    )
+    model = ChunkSpec(config, training, sizes, plan_input.implementation, plan_input.on_gpu, plan_input.media)
     trained = plan_input.trained_by_stage(layout)
     share = optimizer_shards(training.use_distributed_optimizer, grid)
     return StepTimeModel(model, grid, hardware).step(

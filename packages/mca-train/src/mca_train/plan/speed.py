@@ -154,12 +154,14 @@ class StepTimeModel:
         return 1.0 if self.model.sizes.frozen else 2.0
 
     def _images(self) -> tuple[float, float]:
-        """Return the forward and backward seconds of the vision tower; tensor-parallel ranks share its images."""
-        images, sizes = self.model.images, self.model.sizes
-        if images is None:
+        """Return the forward and backward seconds of the towers; tensor-parallel ranks share their media."""
+        media, sizes = self.model.media, self.model.sizes
+        if media is None:
             return 0.0, 0.0
-        forward = self._gemm_time(images.flops(sizes.sequences) / sizes.layout.tp, half=True)
-        return forward, 2 * forward if "vision" in images.trained else 0.0
+        forward, trained = (
+            self._gemm_time(flops / sizes.layout.tp, half=True) for flops in media.flops(sizes.sequences)
+        )
+        return forward, 2 * trained
 
     def _head(self) -> float:
         """Return the forward seconds of the output layer and the loss."""

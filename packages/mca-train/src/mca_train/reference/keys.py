@@ -1,11 +1,13 @@
-"""The keys of each kind of run, from the dataclasses that parse a run."""
+"""The keys of each kind of run, from the dataclasses that parse a run, and their help."""
 
 import dataclasses
+import textwrap
 import typing
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
-from mca_config.fields import TypeHint
+from mca_config.fields import TypeHint, alternatives, hint_origin, is_enum
 from mca_config.printable import suggestion
 from mca_config.types import Typed
 from mca_train.config.arguments import LaunchArguments, LoraArguments
@@ -13,6 +15,8 @@ from mca_train.config.hf_fields import hf_fields
 from mca_train.config.renamed_options import RENAMED
 from mca_train.tasks.task import Task
 
+_WIDTH = 90
+_LONGEST = 400  # characters of a key's text; Hugging Face's are pages
 REQUIRED = ("model_name_or_path", "train_file", "output_dir")
 """Keys that every run needs, in display order."""
 
@@ -104,3 +108,59 @@ def _default(field: "dataclasses.Field[Typed]") -> Typed:
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     return None if field.default is dataclasses.MISSING else field.default
+
+
+def task_help(task: Task) -> str:
+    """Return the help of one kind of run."""
+    lines = [
+        f"usage: mca-train {task.name} [CONFIG.yaml] [--key value ...]",
+        "",
+        f"Trains {task.summary}.",
+        "",
+        "Write each key in CONFIG.yaml as `key: value`, or pass it as a flag, which wins. Flags alone are enough.",
+        "Flags are written with - or _, and `--key null` unsets what the file says.",
+        f"Required: {', '.join(REQUIRED)}.",
+        f"`mca-train init {task.name} MODEL` writes a file to start from.",
+    ]
+    for group, keys in groupby(task_keys(task), key=lambda key: key.group):
+        lines += ["", f"{group}:"]
+        for key in keys:
+            lines += _key_help(key)
+    examples = (
+        f"{task.name} run.yaml",
+        f"{task.name} run.yaml --learning_rate 1e-5",
+        f"{task.name} --model_name_or_path MODEL --train_file data.jsonl --output_dir runs/first",
+        f"plan {task.name} run.yaml",
+    )
+    lines += ["", "examples:", *(f"  mca-train {example}" for example in examples)]
+    return "\n".join(lines) + "\n"
+
+
+def _key_help(key: Key) -> Iterator[str]:
+    default = "" if key.default in (None, "", [], {}) else f" (default: {format_default(key.default)})"
+    yield f"  --{key.name} {value_placeholder(key.hint)}"
+    text = textwrap.shorten(key.help, _LONGEST, placeholder=" ...") + default
+    yield from textwrap.wrap(text, _WIDTH, initial_indent=" " * 8, subsequent_indent=" " * 8)
+
+
+def format_default(value: Typed) -> str:
+    """Return a default value in the spelling of a file."""
+    plain = getattr(value, "value", value)
+    return str(plain).lower() if isinstance(plain, bool) else str(plain)
+
+
+def value_placeholder(hint: TypeHint) -> str:
+    """Return the placeholder of a type: ``N``, ``{sum,mean}``, ``TEXT ...``."""
+    members = [member for member in alternatives(hint) if member is not type(None)]
+    return _value(members[0]) if members else "VALUE"
+
+
+def _value(member: TypeHint) -> str:
+    if is_enum(member):
+        return "{" + ",".join(str(choice.value) for choice in member) + "}"
+    if hint_origin(member) is typing.Literal:
+        return "{" + ",".join(map(str, typing.get_args(member))) + "}"
+    if (hint_origin(member) or member) is list:
+        return "TEXT ..."
+    words = {bool: "[true|false]", int: "N", float: "X", dict: "JSON"}
+    return words.get(hint_origin(member) or member, "TEXT")

@@ -12,8 +12,7 @@ from mca_config import page_tables
 from mca_train.config.arguments import DataArguments, LaunchArguments, LoraArguments
 from mca_train.config.renamed_options import RENAMED
 from mca_train.plan.options import PlanOptions
-from mca_train.reference.keys import Key, declared_keys
-from mca_train.reference.program import format_default, value_placeholder
+from mca_train.reference.keys import Key, declared_keys, format_default, value_placeholder
 from mca_train.tasks.table import TASKS
 from mca_train.tasks.task import Task
 

@@ -38,15 +38,21 @@ def check_run(task: Task, config: Path | None, overrides: list[str]) -> None:
     _raise(problems, where)
 
 
-def check_plan(task: Task | None, config: Path | None, overrides: list[str]) -> None:
-    """Check the keys of a plan, which may name files that this machine does not have.
+def plan_problems(
+    task: Task | None, config: Path | None, overrides: list[str], options: PlanOptions
+) -> list[str]:
+    """Return the problems of a plan, which may name data that this machine does not have.
 
     Raises:
-        UsageError: All problems.
+        UsageError: Keys or values are wrong.
     """
     values, where = load_values(config, overrides)
-    flags = [flag.name for flag in fields(PlanOptions)]
-    make_settings(task or infer_task(values), {"output_dir": "plan", **values}, where, flags, early=True)
+    task, flags = task or infer_task(values), [flag.name for flag in fields(options)]
+    settings = make_settings(task, {"output_dir": "plan", **values}, where, flags, early=True)
+    problems = [problem for rule in KEY_RULES for problem in rule(task, settings)]
+    if not has_hub_ids(values):
+        problems += _layout_problems(task, settings, options)
+    return list(dict.fromkeys(map(redacted, problems)))
 
 
 def check_data(task: Task | None, config: Path | None, overrides: list[str]) -> None:
@@ -72,12 +78,13 @@ def check_tokenize(config: Path | None, overrides: list[str]) -> None:
     _raise(data_files(task, make_settings(task, values, where, early=True)), where)
 
 
-def _layout_problems(task: Task, settings: Settings) -> Iterator[str]:
-    """Yield problems of reading the architecture, or of dividing the model over the ranks."""
+def _layout_problems(task: Task, settings: Settings, options: PlanOptions | None = None) -> Iterator[str]:
+    """Yield problems of reading the architecture, or of dividing the model over the ranks; a search sets the layout."""
+    ranks = (options and options.gpus) or settings.launch.nproc_per_node
     try:
         _, model = read_architecture(task, settings)
-        layout = resolve_layout(settings.training, model)
-        yield from check_layout(model, layout, settings.launch.nproc_per_node)
+        if options is None or not options.search:
+            yield from check_layout(model, resolve_layout(settings.training, model), ranks)
     except McaError as error:
         yield from list_problems(error)
 

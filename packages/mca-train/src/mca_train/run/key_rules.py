@@ -35,7 +35,7 @@ def streaming(task: Task, settings: Settings) -> Iterator[str]:
     if "shuffle_buffer_size" not in settings.values:
         return
     if not data.streaming:
-        yield "shuffle_buffer_size is for streaming, others are shuffled as a whole; remove it or set streaming"
+        yield "shuffle_buffer_size is for streaming: rows in memory are all shuffled; remove it or set streaming"
     elif data.shuffle_buffer_size > 1 and str(training.train_sampling_strategy) == "sequential":
         yield "shuffle_buffer_size shuffles, but train_sampling_strategy is sequential; remove one of the two"
 

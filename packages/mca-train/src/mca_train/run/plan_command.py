@@ -17,17 +17,17 @@ from mca_models.megatron.factory.transformer_config import Target, choose_implem
 from mca_train.config.arguments import LaunchArguments
 from mca_train.config.model import planned_ranks
 from mca_train.config.run_config import Settings, with_directories
+from mca_train.plan.audio_memory import PlannedMedia
 from mca_train.plan.chunks import Implementation
 from mca_train.plan.hardware import Hardware, load_hardware
 from mca_train.plan.memory import Plan, plan_layout
 from mca_train.plan.options import PlanOptions
 from mca_train.plan.remedies import Remedy, find_remedies, stages_over_limit, with_changes
-from mca_train.plan.report import impossible_document, plan_document, render, render_remedies
+from mca_train.plan.report import plan_document, render, render_remedies
 from mca_train.plan.search import OVERLAPS
-from mca_train.plan.vision_memory import Images
 from mca_train.run import layout_search
 from mca_train.run.logs import silent_arguments
-from mca_train.run.plan_input import make_image_check, make_plan_input, planned_images
+from mca_train.run.plan_input import make_image_check, make_plan_input, planned_media
 from mca_train.run.rules import Findings, Run, check
 from mca_train.run.settings import load_values, make_settings
 from mca_train.tasks.table import TASKS, infer_task
@@ -82,15 +82,15 @@ def print_plan(task: Task | None, config: Path | None, overrides: list[str], opt
     if findings.impossible or findings.run is None:
         _print_impossible(findings, options)
         return 2
-    images = _PlannedImages.from_run(findings.run, target, options)
-    if images.impossible:
-        _print_impossible(replace(findings, impossible=images.refused), options)
+    media = _Media.from_run(findings.run, target, options)
+    if media.impossible:
+        _print_impossible(replace(findings, impossible=media.refused), options)
         return 2
     if options.plot is not None:
         from mca_train.plots.drawing import prepare_folder
 
         prepare_folder(options.plot)
-    planned = _Planned.from_run(findings.run, hardware, images)
+    planned = _Planned.from_run(findings.run, hardware, media)
     dry_run = None
     if options.dry_run or options.plot:
         run = findings.run if target is None else _without_device_options(findings.run)
@@ -120,19 +120,17 @@ def _search(task: Task, values: Values, settings: Settings, options: PlanOptions
         _print_impossible(findings, options)
         return 2
     run, target = findings.run, _target(settings, hardware)
-    images = _PlannedImages.from_run(run, target, options)
-    if images.impossible:
-        _print_impossible(replace(findings, impossible=images.refused), options)
+    media = _Media.from_run(run, target, options)
+    if media.impossible:
+        _print_impossible(replace(findings, impossible=media.refused), options)
         return 2
     batch = layout_search.samples_per_step(requested, run.model, gpus)
-    subject = make_plan_input(
-        run, _implementation(settings, hardware), hardware.device, images=images.counted
-    )
-    found = layout_search.best_layouts(task, values, run, subject, batch, hardware, images.allow)
+    subject = make_plan_input(run, _implementation(settings, hardware), hardware.device, media=media.counted)
+    found = layout_search.best_layouts(task, values, run, subject, batch, hardware, media.allow)
     if options.json:
         sys.stdout.write(json.dumps(layout_search.document(found, batch, gpus, hardware), indent=2) + "\n")
     else:
-        text = layout_search.render(found, batch, gpus, hardware) + images.explanation()
+        text = layout_search.render(found, batch, gpus, hardware) + media.explanation()
         sys.stdout.write(_first_line(task, named=named) + text)
     return 0
 
@@ -181,40 +179,38 @@ def _rank_counter(options: PlanOptions) -> Callable[[LaunchArguments, ParallelLa
 
 
 def _print_impossible(findings: Findings, options: PlanOptions) -> None:
-    if options.json:
-        sys.stdout.write(json.dumps(impossible_document(findings.impossible), indent=2) + "\n")
-        return
-    sys.stdout.write("".join(["this run is impossible:\n", *(f"  - {p}\n" for p in findings.impossible)]))
+    sys.stdout.write(options.render_impossible(findings.impossible))
 
 
 @dataclass(frozen=True)
-class _PlannedImages:
-    """The planned images, and the problems of training with images."""
+class _Media:
+    """The planned media, and the problems of training with them."""
 
-    counted: Images | None
+    counted: PlannedMedia | None
     refused: tuple[str, ...]
     impossible: bool
-    """True if the run needs images but cannot use them."""
+    """True if the run needs media but cannot use them."""
     problems: Callable[[ParallelLayout], list[str]]
 
     @classmethod
-    def from_run(cls, run: Run, target: "Target | None", options: PlanOptions) -> "_PlannedImages":
-        """Return the images of ``run``; a default number that the run cannot use counts as none."""
-        images = planned_images(run, options.images, options.image_size)
-        if images is None:
+    def from_run(cls, run: Run, target: "Target | None", options: PlanOptions) -> "_Media":
+        """Return the media of ``run``; a default number that the run cannot use counts as none."""
+        requests = (options.images, options.image_size, options.clips, options.clip_seconds)
+        media = planned_media(run, *requests)
+        if media is None:
             return cls(None, (), False, lambda _: [])
         problems = make_image_check(run, target)
         refused = tuple(f"images: {problem}" for problem in problems(run.layout))
-        requested = options.images is not None or options.image_size is not None
-        needed = requested or bool(images.trained - {"language"})
-        return cls(None if refused else images, refused, bool(refused) and needed, problems)
+        requested = any(request is not None for request in requests)
+        needed = requested or bool(media.trained - {"language"})
+        return cls(None if refused else media, refused, bool(refused) and needed, problems)
 
     def allow(self, layout: ParallelLayout) -> bool:
-        """Return whether ``layout`` supports the planned images."""
+        """Return whether ``layout`` supports the planned media."""
         return self.counted is None or not self.problems(layout)
 
     def explanation(self) -> str:
-        """Return why no images are counted; empty if they are."""
+        """Return why no media are counted; empty if they are."""
         return "".join(f"{problem} (none were counted)\n" for problem in self.refused)
 
 
@@ -226,21 +222,21 @@ class _Planned:
     plan: Plan
     hardware: Hardware | None
     remedies: list[Remedy]
-    images: _PlannedImages
+    media: _Media
 
     @classmethod
-    def from_run(cls, run: Run, hardware: Hardware | None, images: _PlannedImages) -> "_Planned":
+    def from_run(cls, run: Run, hardware: Hardware | None, media: _Media) -> "_Planned":
         """Plan ``run``."""
         implementation = _implementation(run.settings, hardware)
         subject = make_plan_input(
-            run, implementation, hardware.device if hardware else None, images=images.counted
+            run, implementation, hardware.device if hardware else None, media=media.counted
         )
         training = run.settings.training
         plan = plan_layout(subject, training, run.layout, run.world_size)
         found: list[Remedy] = []
         if hardware is not None and stages_over_limit(plan, hardware.device):
             found = find_remedies(subject, training, run.layout, run.world_size, hardware.device)
-        return cls(run, plan, hardware, found, images)
+        return cls(run, plan, hardware, found, media)
 
     def text(self, findings: Findings, dry_run: "DryRun | None") -> str:
         """Return the plan as text."""
@@ -255,7 +251,7 @@ class _Planned:
             text += "\n" + render_dry_run(dry_run)
         if problem := position_problem(self.run.model, settings.data.seq_length):
             text += f"seq_length {settings.data.seq_length}: {problem}\n"
-        text += self.images.explanation()
+        text += self.media.explanation()
         if findings.missing:
             text += "".join(["this run cannot start here:\n", *(f"  - {p}\n" for p in findings.missing)])
         return text
@@ -306,7 +302,7 @@ def _dry_run(run: Run, planned: _Planned, *, ordered: bool) -> "DryRun":
             run.layout,
             run.world_size,
             ordered=ordered,
-            images=planned.images.counted,
+            media=planned.media.counted,
         ),
         accumulated=run.settings.training.gradient_accumulation_steps,
         implementation=implementation,

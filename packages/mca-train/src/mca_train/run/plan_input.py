@@ -11,24 +11,33 @@ from mca_models.megatron.factory.transformer_config import transformer_config
 from mca_models.megatron.features.media import image_problems
 from mca_train.config.model import make_adapter
 from mca_train.config.model_parts import adapted_parts, trained_parts
+from mca_train.plan.audio_memory import PlannedMedia, plan_clips
 from mca_train.plan.chunks import Implementation
 from mca_train.plan.counts import ModelCounts
 from mca_train.plan.hardware import Device
 from mca_train.plan.memory import PlanInput
-from mca_train.plan.vision_memory import Images, plan_images
+from mca_train.plan.vision_memory import plan_images
 from mca_train.run.rules import Run
 
 if TYPE_CHECKING:
     from mca_models.megatron.factory.transformer_config import Target
 
 
-def planned_images(run: Run, count: int | None = None, pixels: int | None = None) -> Images | None:
-    """Return the images per sequence in the plan of ``run``.
+def planned_media(
+    run: Run,
+    count: int | None = None,
+    pixels: int | None = None,
+    clips: int | None = None,
+    seconds: float | None = None,
+) -> PlannedMedia | None:
+    """Return the media per sequence in the plan of ``run``.
 
     Args:
         run: The run.
-        count: Requested number; None: one, if the run can have images.
-        pixels: Requested size.
+        count: Requested number of images; None: one, if the run can have images.
+        pixels: Requested size of images.
+        clips: Requested number of audio clips; None: one, if the run can have audio.
+        seconds: Requested length of clips.
 
     Raises:
         UsageError: The request is not possible.
@@ -38,7 +47,10 @@ def planned_images(run: Run, count: int | None = None, pixels: int | None = None
     if settings.lora.adapter_name_or_path is not None:
         trained = adapted_parts(settings.lora.adapter_name_or_path, run.model)
     length, takes = settings.data.seq_length, run.task.takes_images
-    return plan_images(run.model, trained, length, takes=takes, count=count, pixels=pixels)
+    images = plan_images(run.model, trained, length, takes=takes, count=count, pixels=pixels)
+    room = length - (images.count * (images.tokens + 1) if images else 0)
+    heard = plan_clips(run.model, trained, room, takes=takes, count=clips, seconds=seconds)
+    return PlannedMedia(images=images, clips=heard) if images or heard else None
 
 
 def make_image_check(run: Run, target: "Target | None") -> Callable[[ParallelLayout], list[str]]:
@@ -49,7 +61,11 @@ def make_image_check(run: Run, target: "Target | None") -> Callable[[ParallelLay
 
 
 def make_plan_input(
-    run: Run, implementation: Implementation, device: Device | None = None, *, images: Images | None = None
+    run: Run,
+    implementation: Implementation,
+    device: Device | None = None,
+    *,
+    media: PlannedMedia | None = None,
 ) -> PlanInput:
     """Return the input of the planner for ``run`` on ``device``; None: this machine."""
     settings, config = run.settings, replace(run.model, layout=run.layout)
@@ -68,7 +84,7 @@ def make_plan_input(
         reference=reference,
         implementation=implementation,
         on_gpu=device is not None or platform.device_type() == "cuda",
-        images=images,
+        media=media,
         evaluated=bool(settings.data.eval_file),
         fp8_transposed=device is None or device.fp8_transposed,
         forwards=run.task.extra_forward_passes(settings),

@@ -12,10 +12,10 @@ from pathlib import Path
 from mca_config.redaction import redacted_values
 from mca_config.types import JsonObject
 from mca_models.megatron.factory.transformer_config import choose_implementation
+from mca_train.plan.audio_memory import PlannedMedia
 from mca_train.plan.memory import plan_layout
 from mca_train.plan.report import plan_document
-from mca_train.plan.vision_memory import Images
-from mca_train.run.plan_input import make_image_check, make_plan_input, planned_images
+from mca_train.run.plan_input import make_image_check, make_plan_input, planned_media
 from mca_train.run.rules import Run
 
 logger = logging.getLogger(__name__)
@@ -42,17 +42,17 @@ def make_record(run: Run) -> JsonObject:
 def _plan(run: Run) -> JsonObject | None:
     training = run.settings.training
     try:
-        subject = make_plan_input(run, choose_implementation(training), images=_images(run))
+        subject = make_plan_input(run, choose_implementation(training), media=_media(run))
         return plan_document(plan_layout(subject, training, run.layout, run.world_size), run.model)
     except Exception as error:  # the run does not depend on it
         logger.warning("run.json has no plan of this run: %s: %s", type(error).__name__, error)
         return None
 
 
-def _images(run: Run) -> Images | None:
-    """Return the images that ``mca-train plan`` counts for the run by default."""
-    images = planned_images(run)
-    return None if images is None or make_image_check(run, None)(run.layout) else images
+def _media(run: Run) -> PlannedMedia | None:
+    """Return the media that ``mca-train plan`` counts for the run by default."""
+    media = planned_media(run)
+    return None if media is None or make_image_check(run, None)(run.layout) else media
 
 
 def _version(package: str) -> str | None:

@@ -46,6 +46,7 @@ from mca_models.megatron.features.heterogeneous_heads import (
 )
 from mca_models.megatron.features.identity_experts import IDENTITY_EXPERTS
 from mca_models.megatron.features.kimi_delta_attention import KIMI_DELTA_ATTENTION
+from mca_models.megatron.features.lightning_attention import LIGHTNING_ATTENTION
 from mca_models.megatron.features.mamba import MAMBA
 from mca_models.megatron.features.media import IMAGES
 from mca_models.megatron.features.mla import MLA
@@ -54,6 +55,7 @@ from mca_models.megatron.features.moe import BIASED_EXPERTS, LATENT_MOE, MOE, MO
 from mca_models.megatron.features.moe_with_dense_mlp import MOE_WITH_DENSE_MLP
 from mca_models.megatron.features.mrope import MROPE
 from mca_models.megatron.features.mtp import MTP, MTP_BEFORE_NORM, MTP_LOSS
+from mca_models.megatron.features.normed_residual import NORMED_RESIDUAL
 from mca_models.megatron.features.norms import (
     CUSTOM_NORMS,
     FULL_WIDTH_QK_NORMS,
@@ -91,6 +93,7 @@ FEATURES: tuple[Feature, ...] = (
     NORMS_AFTER_ROPE,
     PARALLEL_BLOCK,
     RESIDUAL_MULTIPLIER,
+    NORMED_RESIDUAL,
     MOE,
     BIASED_EXPERTS,
     LATENT_MOE,
@@ -108,6 +111,7 @@ FEATURES: tuple[Feature, ...] = (
     GATED_DELTA_NET,
     KIMI_DELTA_ATTENTION,
     SHORT_CONVOLUTION,
+    LIGHTNING_ATTENTION,
     SOFTCAP,
     QUERY_TEMPERATURE,
     CHUNKED_ATTENTION,

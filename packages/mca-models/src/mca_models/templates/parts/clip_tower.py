@@ -93,7 +93,7 @@ def siglip2_tower(vision: VisionValues) -> Shapes:
     }
 
 
-def unused_states(config: McaModelConfig, default: int) -> tuple[str, ...]:
+def unused_states(config: McaModelConfig, default: int | tuple[int, ...]) -> tuple[str, ...]:
     """Return the parts of the tower behind the last layer whose states the projector gets.
 
     Args:

@@ -10,7 +10,6 @@ from math import sqrt
 
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
-from mca_models.templates.family import Family
 from mca_models.templates.parts.clip_tower import CLIP_SPELLINGS, clip_tower, siglip_tower
 from mca_models.templates.parts.vision_tower import PROJECTOR, TOWER, Shapes, linear
 from mca_models.templates.parts.vision_values import VisionValues, vision_values
@@ -23,24 +22,9 @@ TILED_SPELLINGS = tuple(
 )
 """Names of files with that feature."""
 _SHARED = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "vocab_size": 32000}
-_LEFT_OUT = {
-    "llama": {**_SHARED, "intermediate_size": 11008, "max_position_embeddings": 2048},
-    "mistral": {**_SHARED, "intermediate_size": 14336, "max_position_embeddings": 131072},
-}
+LLAMA_DEFAULTS = {**_SHARED, "intermediate_size": 11008, "max_position_embeddings": 2048}
+MISTRAL_DEFAULTS = {**_SHARED, "intermediate_size": 14336, "max_position_embeddings": 131072}
 """Keys of text models that published files leave out."""
-
-
-def text_families(*texts: Family) -> dict[str, Family]:
-    """Return ``texts`` by type, with transformers' values of keys that published files leave out."""
-    return {
-        text.model_type: replace(
-            text,
-            config=replace(
-                text.table, defaults={**text.table.defaults, **_LEFT_OUT.get(text.model_type, {})}
-            ),
-        )
-        for text in texts
-    }
 
 
 def is_clip(vision: VisionValues, *, clip: bool = True) -> bool:

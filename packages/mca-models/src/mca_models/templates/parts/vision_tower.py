@@ -172,6 +172,7 @@ class AudioTower:
             such clips are computed alone.
         marks: Keys of the tokens around a clip that the processor writes; None: chat templates write them.
         unpadded: The processor takes clips of any length, without padding.
+        windows: Most windows of the feature extractor that the processor makes of a longer clip; None: any number.
     """
 
     names: tuple[str, ...]
@@ -180,6 +181,7 @@ class AudioTower:
     chunk: Callable[[McaModelConfig], int] | None = None
     marks: tuple[str, str] | None = None
     unpadded: bool = False
+    windows: int | None = 1
 
     @property
     def inputs(self) -> tuple[str, ...]:

@@ -62,7 +62,7 @@ class VisionValues:
         """Numbers of layers."""
         return tuple(self._value(key, default, _are_indexes, "a list of whole numbers"))
 
-    def index_or_more(self, key: str, default: int) -> tuple[int, ...]:
+    def index_or_more(self, key: str, default: int | tuple[int, ...]) -> tuple[int, ...]:
         """The number of a layer, or those of several."""
         wanted = "a whole number, or some in a list"
         value = self._value(

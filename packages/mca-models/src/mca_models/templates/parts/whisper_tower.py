@@ -3,8 +3,23 @@
 Names are those of transformers' modules below the tower.
 """
 
+from mca_config.model_config import McaModelConfig
 from mca_models.templates.parts.vision_tower import Shapes, linear, norm, repeat_shapes
-from mca_models.templates.parts.vision_values import VisionValues
+from mca_models.templates.parts.vision_values import VisionValues, vision_values
+
+_KEYS = {
+    "hidden_size": "d_model",
+    "num_hidden_layers": "encoder_layers",
+    "num_attention_heads": "encoder_attention_heads",
+    "intermediate_size": "encoder_ffn_dim",
+}
+"""Keys of later families, with those of Whisper."""
+
+
+def whisper_values(config: McaModelConfig) -> VisionValues:
+    """Return the values of ``audio_config`` under Whisper's keys."""
+    _, audio = vision_values(config, "audio_config")
+    return VisionValues({_KEYS.get(key, key): value for key, value in audio.values.items()}, audio.inside)
 
 
 def whisper_tower(audio: VisionValues) -> Shapes:

@@ -2,6 +2,7 @@
 
 from dataclasses import MISSING, fields
 
+from mca_config.arguments.megatron import MegatronArguments
 from mca_config.errors import McaError
 from mca_config.printable import suggestion
 from mca_config.training import TrainingArguments
@@ -34,6 +35,17 @@ _SCHEDULE = (
 """Fields that verl's function for Megatron's scheduler reads."""
 _READ = (*_OPTIMIZER, *_SCHEDULE, "betas", "grad_clip", "override_optimizer_config", "_target_")
 _OVERRIDES = {"adam_eps": "adam_epsilon", "adam_beta1": "adam_beta1", "adam_beta2": "adam_beta2"}
+_PROFILER = "set actor.profiler, or profiler of the SFT trainer"
+_WITHOUT_EFFECT = {
+    **dict.fromkeys(("profile", "profile_ranks", "profile_step_start", "profile_step_end"), _PROFILER),
+    "optimizer": "set optim.optimizer",
+    "min_lr": "set optim.min_lr",
+    "use_precision_aware_optimizer": "set optim.use_precision_aware_optimizer",
+    "sequence_packing": "set model.use_remove_padding",
+    "save_hf_model": "add hf_model to checkpoint.save_contents",
+    **dict.fromkeys(("async_save", "ckpt_format", "overwrite_output_dir", "peak_tflops"), "remove it"),
+}
+"""Arguments of ``MegatronArguments`` that verl's options decide, or that only mca's own trainer reads."""
 _WEIGHTLESS = ("attn_implementation", "bos_token_id", "eos_token_id", "pad_token_id")
 """Keys of ``model.override_config`` that do not concern the computation of mca's model."""
 
@@ -69,16 +81,32 @@ def training_arguments(
         "moe_aux_loss_coeff": 0.0,  # verl's engines add no router losses unless asked to
         **engine.layout_arguments(),
     }
+    if hasattr(model.hf_config, "vision_config") and not model.lora_rank:
+        values["freeze"] = []  # verl trains vision towers
     if optimizer is not None:
         values |= _optimizer_arguments(optimizer)
-    known = {each.name for each in fields(TrainingArguments) if each.init}
-    for name in engine.arguments:
-        if name not in known:
-            known_names = "see mca-train's documentation for the names"
-            raise McaError(
-                f"engine.arguments: unknown argument {name}{suggestion(name, sorted(known), known_names)}"
-            )
+    _require_effective(engine.arguments)
     return TrainingArguments(**(values | engine.arguments))
+
+
+def _require_effective(arguments: JsonObject) -> None:
+    """Raise if one of ``engine.arguments`` is misspelled, or has no effect in verl.
+
+    Raises:
+        McaError: One is.
+    """
+    every = {each.name for each in fields(TrainingArguments) if each.init}
+    effective = {each.name for each in fields(MegatronArguments) if each.init} - set(_WITHOUT_EFFECT)
+    for name in arguments:
+        if name in effective:
+            continue
+        if name in every:
+            remedy = _WITHOUT_EFFECT.get(name, "remove it: verl's options decide this")
+            raise McaError(f"engine.arguments.{name} has no effect in verl; {remedy}")
+        known_names = "see mca-train's documentation for the names"
+        raise McaError(
+            f"engine.arguments: unknown argument {name}{suggestion(name, sorted(effective), known_names)}"
+        )
 
 
 def _optimizer_arguments(optimizer: Upstream) -> JsonObject:
@@ -122,6 +150,11 @@ def _require_supported_model(model: Upstream) -> None:
     for name, value in unsupported.items():
         if value:
             raise McaError(f"{name} is {value!r}, which the engine mca does not support; remove it")
+    if model.hf_config_path not in (None, model.path):
+        raise McaError(
+            f"model.hf_config_path is {model.hf_config_path!r}, but the engine mca reads config.json of model.path; "
+            "remove it"
+        )
     overrides = model.override_config.get("model_config", model.override_config)
     for name in overrides:
         if name not in _WEIGHTLESS:

@@ -10,15 +10,18 @@ from verl.utils import tensordict_utils
 
 from mca_config.checks import fp8_token_multiple, length_multiple, sequence_multiple
 from mca_config.errors import McaError
+from mca_config.model_config import McaModelConfig
 from mca_models.megatron.distributed import parallel
 from mca_models.megatron.forward import gathered
 from mca_models.megatron.layers.zigzag import restore_token_order
 from mca_models.megatron.log_probs.vocabulary import TokenValues
 from mca_train import groups
 from mca_train.batching.collate import PadCollator, StepCollator
+from mca_train.batching.media_batch import image_batching
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.batching.packing import ROUTED_EXPERTS
 from mca_train.batching.routed_experts import ExpertBatching
+from mca_train.clients.verl.media import sample_images
 from mca_train.clients.verl.rollout_experts import rollout_experts
 from mca_train.groups import Ranks
 from mca_train.types import Sample, VirtualModels
@@ -86,17 +89,21 @@ def step_collator(
         pad_token_id=pad_token_id,
         packed=packed,
         experts=ExpertBatching(config=config, required=replays),
+        images=image_batching(config, decodes=ranks.is_first_stage),
         positions=config.max_position_embeddings if config.embedding.learned_positions else None,
     )
 
 
-def step_batch(micro_batches: Sequence[TensorDict], collator: StepCollator, ranks: Ranks) -> StepBatch:
+def step_batch(
+    micro_batches: Sequence[TensorDict], collator: StepCollator, ranks: Ranks, config: McaModelConfig
+) -> StepBatch:
     """Return the micro-batches with rows of equal number and length on all ranks; collective.
 
     Args:
         micro_batches: verl's, with ``input_ids`` as a nested tensor of sequences without padding.
         collator: From `step_collator`.
         ranks: This rank.
+        config: Configuration of the model.
     """
     tokens = [sequences(data) for data in micro_batches]
     multiple = 2 * ranks.layout.cp if ranks.layout.cp > 1 else 1
@@ -109,7 +116,11 @@ def step_batch(micro_batches: Sequence[TensorDict], collator: StepCollator, rank
     share = 1 / len(micro_batches) if ranks.context_parallel_rank == 0 else 0.0
     steps = []
     for group, data in zip(tokens, micro_batches, strict=True):
-        samples: list[tuple[Sample, bool]] = [({"input_ids": ids}, True) for ids in group]
+        images = sample_images(data, group, config)
+        samples: list[tuple[Sample, bool]] = [
+            ({"input_ids": ids} | ({"images": own} if own else {}), True)
+            for ids, own in zip(group, images, strict=True)
+        ]
         if not collator.packed:
             samples += [({"input_ids": group[0][:1]}, False)] * (height - len(group))
         if collator.experts.required:
@@ -137,13 +148,11 @@ def sequences(data: TensorDict) -> list[Tensor]:
     """Return the tokens of each sequence on the host.
 
     Raises:
-        McaError: They are padded, or have images.
+        McaError: They are padded.
     """
     ids = data["input_ids"]
     if not ids.is_nested:
         raise McaError("verl's batch has padded input_ids; set data.pad_mode to no_padding")
-    if "multi_modal_inputs" in data.keys():
-        raise McaError("verl's batch has images, which the engine mca does not support; train on text only")
     return [each.cpu() for each in ids.unbind()]
 
 

@@ -82,6 +82,8 @@ class VerlCheckpoints:
                 raise McaError(
                     f"checkpoint.{name} is {list(contents)}; expected 'model', and any of {', '.join(_CONTENTS[1:])}"
                 )
+        if config.async_save:
+            raise McaError("checkpoint.async_save is not supported by the engine mca; set it to false")
         self._training = TrainingState(engine, _Schedule(schedule), ranks, RunPosition())
         self._writer = CheckpointWriter(in_background=False)
 

@@ -228,7 +228,7 @@ class McaEngine(BaseEngine):  # type: ignore[misc]
         self._reload(model=True, grad=not forward_only)
         self._prepare_output(data)
         micro_batches, indices = self._split(data)
-        batch = step_batch(micro_batches, self._collator, self.ranks)
+        batch = step_batch(micro_batches, self._collator, self.ranks, self.models.config)
         self._loss_function, self._outputs = loss_function, []
         if forward_only:
             assert self._pipeline is not None

@@ -90,6 +90,20 @@ class McaActorConfig(ActorConfig):  # type: ignore[misc]
     engine: McaEngineConfig = field(default_factory=McaEngineConfig)
     use_rollout_log_probs: bool = False
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        ignored = {
+            "freeze_vision_tower": (
+                self.freeze_vision_tower,
+                "set actor.engine.arguments.freeze to [vision]",
+            ),
+            "use_prefix_grouper": (self.use_prefix_grouper, "set it to false"),
+            "qat.enable": (self.qat.get("enable"), "set it to false"),
+        }
+        for name, (value, remedy) in ignored.items():
+            if value:
+                raise McaError(f"actor.{name} is {value!r}, which the engine mca does not support; {remedy}")
+
 
 @dataclass
 class McaCriticConfig(CriticConfig):  # type: ignore[misc]

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from mca_config.errors import McaError
 from mca_config.types import Values
 from mca_train.losses.options import LossType
 from mca_train.losses.preference import PreferenceLoss
@@ -16,11 +17,20 @@ class DPOConfig:
     label_smoothing: float = 0.0
 
     def loss(self, client: Values) -> PreferenceLoss:
-        """Return the loss, with the options that LLaMA-Factory does not pass: ``pref_ftx`` and ``simpo_gamma``."""
-        return PreferenceLoss(
-            kind=self.pref_loss,
-            beta=self.beta,
-            label_smoothing=self.label_smoothing,
-            simpo_gamma=client.get("simpo_gamma") if self.pref_loss == "simpo" else None,
-            rpo_alpha=client.get("pref_ftx") or None,
-        )
+        """Return the loss, with the options that LLaMA-Factory does not pass: ``pref_ftx`` and ``simpo_gamma``.
+
+        Raises:
+            McaError: An option is not supported.
+        """
+        try:
+            return PreferenceLoss(
+                kind=self.pref_loss,
+                beta=self.beta,
+                label_smoothing=self.label_smoothing,
+                simpo_gamma=client.get("simpo_gamma") if self.pref_loss == "simpo" else None,
+                rpo_alpha=client.get("pref_ftx") or None,
+            )
+        except McaError as error:
+            raise McaError(
+                f"{error} (dpo_loss is pref_loss of LLaMA-Factory, rpo_alpha is pref_ftx)"
+            ) from None
