@@ -318,7 +318,7 @@ def worker_of_roll(path: Path, out: Path, options: dict[str, Any]) -> SimpleName
 
 
 def train_strategy(path: Path, out: Path, options: dict[str, Any]) -> Any:
-    """Return ROLL's unmodified training strategy with the model of its own provider."""
+    """Return ROLL's unmodified training strategy with the model of ROLL's provider."""
     facade()
     from roll.distributed.strategy.megatron_strategy import MegatronTrainStrategy
     from roll.models.model_providers import default_actor_model_provider

@@ -88,7 +88,7 @@ def install() -> None:
 
 
 def _fused_ropes() -> dict[Any, Callable[..., Tensor]]:
-    """Return the functions that rotate in one kernel, which reads angles row by row, whatever their strides."""
+    """Return the functions that rotate in one kernel, which ignores the strides of angles and reads row by row."""
     from megatron.core.extensions import transformer_engine as of
     from megatron.core.models.common.embeddings import rope_utils
 

@@ -221,7 +221,20 @@ def workspace(folder: Path) -> Workspace:
     Models are a Qwen2, a Granite, a Qwen3 with experts, a Qwen2.5-VL, a Qwen3-VL, and a Qwen2-Audio.
     """
     made = Workspace(folder)
-    tokenizer = _tokenizer(made)
+    _save_models(folder, _tokenizer(made))
+    datasets: dict[str, list[dict[str, Any]]] = {
+        "sft": [
+            {"instruction": made.text(3, 12), "input": "", "output": made.text(3, 20)} for _ in range(96)
+        ],
+        "pairs": [_pair(made) for _ in range(96)],
+        "texts": [{"text": made.text(20, 60)} for _ in range(160)],
+    }
+    made.write(datasets | _media_datasets(made, datasets))
+    return made
+
+
+def _save_models(folder: Path, tokenizer: Any) -> None:
+    """Save every model, each with the tokenizer."""
     tokenizer.save_pretrained(folder / "text")
     torch.manual_seed(0)
     sizes: dict[str, Any] = {
@@ -236,13 +249,6 @@ def workspace(folder: Path) -> Workspace:
     model = Qwen2ForCausalLM(Qwen2Config(vocab_size=416, **sizes))
     model.save_pretrained(folder / "text")
     _save_adapter(folder / "text-adapter", model)
-    datasets = {
-        "sft": [
-            {"instruction": made.text(3, 12), "input": "", "output": made.text(3, 20)} for _ in range(96)
-        ],
-        "pairs": [_pair(made) for _ in range(96)],
-        "texts": [{"text": made.text(20, 60)} for _ in range(160)],
-    }
     _save_vision_model(folder / "vision", tokenizer, sizes)
     _save_qwen3_vl(folder / "vision3", tokenizer, sizes)
     tokenizer.save_pretrained(folder / "moe")
@@ -254,16 +260,23 @@ def workspace(folder: Path) -> Workspace:
         folder / "granite"
     )
     _save_qwen2_audio(folder / "audio", tokenizer, sizes)
+
+
+def _media_datasets(
+    made: Workspace, texts: dict[str, list[dict[str, Any]]]
+) -> dict[str, list[dict[str, Any]]]:
+    """Return rows of ``texts`` with images, sounds and videos."""
+    datasets = {}
     pictures = [made.draw(number) for number in range(12)]
     for name in ("sft", "pairs"):
         datasets[f"{name}_images"] = [
             row | {"instruction": f"<image>{row['instruction']}", "images": [pictures[index % len(pictures)]]}
-            for index, row in enumerate(datasets[name])
+            for index, row in enumerate(texts[name])
         ]
     tones = [made.tone(number) for number in range(1, 7)]
     datasets["sft_audios"] = [
         row | {"instruction": f"<audio>{row['instruction']}", "audios": [tones[index % len(tones)]]}
-        for index, row in enumerate(datasets["sft"])
+        for index, row in enumerate(texts["sft"])
     ]
     videos = [made.record(number) for number in range(6)]
     datasets["sft_videos"] = [
@@ -273,10 +286,9 @@ def workspace(folder: Path) -> Workspace:
             "videos": [videos[index % len(videos)]],
             "images": [pictures[index % len(pictures)]],
         }
-        for index, row in enumerate(datasets["sft"])
+        for index, row in enumerate(texts["sft"])
     ]
-    made.write(datasets)
-    return made
+    return datasets
 
 
 def _save_adapter(folder: Path, model: torch.nn.Module) -> None:

@@ -16,7 +16,7 @@ JOINED_ROWS: tuple[tuple[tuple[int, tuple[int, int]], ...], ...] = (
 JOINED_TOKENS = {(16, 16): (2, 10), (16, 32): (5, 14)}
 """Tiles and tokens of the two sizes; the wide one fits into twice two tiles, half of which is padding."""
 MARKED = "ovis2"
-"""Begins the names of cases whose images have marks between tiles, with features of their own."""
+"""Begins the names of cases whose images have marks between tiles, which have features too."""
 MARKED_ROWS: tuple[tuple[tuple[int, tuple[int, int]], ...], ...] = (
     ((0, (1, 1)), (8, (1, 2))),
     (),
@@ -31,7 +31,7 @@ CASES = (*JOINED, MARKED)
 
 
 def places(case: str) -> tuple[tuple[ImageSpan, ...], ...]:
-    """Where the images of each row are."""
+    """Return the locations of the images of each row."""
     if case.startswith(MARKED):
         return tuple(
             tuple(ImageSpan(start, 1, len(_marked_tokens(grid))) for start, grid in row)

@@ -63,14 +63,10 @@ def _engine_config(*overrides: str, **values: Any) -> Any:
     return replace(omega_conf_to_dataclass(composed.engine), **values)
 
 
-def replay(job: dict[str, Any]) -> None:
-    """Compare the engine's log-probabilities with those of mca's model that is given the experts of the rollout."""
+def _replaying_engine(job: dict[str, Any]) -> Any:
+    """Return an engine for log-probabilities with the experts of the rollout."""
     from types import SimpleNamespace
 
-    from tensordict import TensorDict
-    from verl.utils import tensordict_utils
-
-    from mca_config.errors import McaError
     from mca_train.clients.verl.engine import McaEngine
 
     off: dict[str, Any] = dict.fromkeys(("lora_rank", "lora_adapter_path", "use_fused_kernels", "use_liger"))
@@ -90,6 +86,17 @@ def replay(job: dict[str, Any]) -> None:
     config = _engine_config("engine.router_replay.mode=R3", **own, **job["sizes"])
     engine = McaEngine(SimpleNamespace(local_path=job["model"], **off), config, None, None)
     engine.initialize()
+    return engine
+
+
+def replay(job: dict[str, Any]) -> None:
+    """Compare the engine's log-probabilities with those of mca's model that is given the experts of the rollout."""
+    from tensordict import TensorDict
+    from verl.utils import tensordict_utils
+
+    from mca_config.errors import McaError
+
+    engine = _replaying_engine(job)
     lengths = (24, 9, 17, 12)
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randint(0, 64, (length,), generator=generator) for length in lengths]

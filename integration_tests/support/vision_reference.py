@@ -56,7 +56,7 @@ ONE_SIZE = (
 )
 """Begin the names of cases whose images are all of one size."""
 ALONE = ("idefics3", "smolvlm")
-"""The same, where transformers takes a batch of tiles for each row; here each tile is one of its own."""
+"""The same, where transformers takes a batch of tiles for each row; here each tile is a separate image."""
 TOKENS_PER_SECOND = 4  # the default of Qwen 2.5 VL
 
 

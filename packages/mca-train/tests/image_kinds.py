@@ -120,19 +120,21 @@ def gemma3():
     return kind, expected
 
 
-def llava(model_type="llava"):
+def _llava_kind(model_type, processor, **fields):
     kind = Kind(
-        model_type,
-        ("<image>",),
-        CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=SIDE),
-        lambda ids: {
-            "image_token_index": ids[0],
-            "vision_config": {"model_type": "clip_vision_model", "image_size": 16, "patch_size": 8},
-        },
-        "<image>",
+        model_type, ("<image>",), processor, lambda ids: {"image_token_index": ids[0], **fields}, "<image>"
     )
     kind.tokenizer.image_token = "<image>"
     kind.tokenizer.image_token_id = kind.tokenizer.convert_tokens_to_ids("<image>")
+    return kind
+
+
+def llava(model_type="llava"):
+    kind = _llava_kind(
+        model_type,
+        CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size=SIDE),
+        vision_config={"model_type": "clip_vision_model", "image_size": 16, "patch_size": 8},
+    )
     whole = LlavaProcessor(
         kind.processor,
         kind.tokenizer,
@@ -150,19 +152,12 @@ def llava(model_type="llava"):
 
 def llava_next():
     grids = [[16, 32], [32, 16], [32, 32]]
-    kind = Kind(
+    kind = _llava_kind(
         "llava_next",
-        ("<image>",),
         LlavaNextImageProcessorPil(size={"shortest_edge": 16}, crop_size=SIDE, image_grid_pinpoints=grids),
-        lambda ids: {
-            "image_token_index": ids[0],
-            "image_grid_pinpoints": grids,
-            "vision_config": {"model_type": "clip_vision_model", "image_size": 16, "patch_size": 4},
-        },
-        "<image>",
+        image_grid_pinpoints=grids,
+        vision_config={"model_type": "clip_vision_model", "image_size": 16, "patch_size": 4},
     )
-    kind.tokenizer.image_token = "<image>"
-    kind.tokenizer.image_token_id = kind.tokenizer.convert_tokens_to_ids("<image>")
     whole = LlavaNextProcessor(
         kind.processor,
         kind.tokenizer,
@@ -181,20 +176,13 @@ def llava_next():
 
 def llava_onevision():
     grids = [[16, 32], [32, 16], [32, 32], [64, 64]]
-    kind = Kind(
+    kind = _llava_kind(
         "llava_onevision",
-        ("<image>",),
         LlavaOnevisionImageProcessorPil(size=SIDE, image_grid_pinpoints=grids),
-        lambda ids: {
-            "image_token_index": ids[0],
-            "image_grid_pinpoints": grids,
-            "vision_aspect_ratio": "anyres_max_2",
-            "vision_config": {"image_size": 16, "patch_size": 4},
-        },
-        "<image>",
+        image_grid_pinpoints=grids,
+        vision_aspect_ratio="anyres_max_2",
+        vision_config={"image_size": 16, "patch_size": 4},
     )
-    kind.tokenizer.image_token = "<image>"
-    kind.tokenizer.image_token_id = kind.tokenizer.convert_tokens_to_ids("<image>")
     options = {"num_image_tokens": 16, "vision_aspect_ratio": "anyres_max_2"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LlavaOnevisionProcessor, "check_argument_for_proper_class", lambda *args: object)

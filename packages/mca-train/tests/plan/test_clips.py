@@ -14,7 +14,7 @@ from mca_train.plan.vision_memory import plan_images
 
 CONFIGS = Path(__file__).parents[3] / "mca-models/tests/data/vision_configs"
 TOKENS = {"qwen2-audio-7b": 750, "qwen2.5-omni-7b": 750, "qwen3-omni-30b-a3b": 390, "qwen3-asr-1.7b": 390}
-"""Of a clip of 30 seconds."""
+"""Tokens of a clip of 30 seconds."""
 SIZES = SimpleNamespace(sequences=1, width=2)
 """One sequence in bf16."""
 ALL = frozenset({"language", "vision", "audio", "projector"})

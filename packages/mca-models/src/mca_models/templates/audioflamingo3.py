@@ -3,19 +3,9 @@
 from mca_config.model_config import McaModelConfig
 from mca_models.templates import get_family
 from mca_models.templates.parts.vision_language import vision_language_family
-from mca_models.templates.parts.vision_tower import (
-    AUDIO_TOWER,
-    PROJECTOR,
-    AudioTower,
-    NestedTextConfig,
-    Shapes,
-    VisionModel,
-    linear,
-    llava_spelling,
-    module_spelling,
-)
+from mca_models.templates.parts.vision_tower import AUDIO_TOWER, PROJECTOR, NestedTextConfig, Shapes, linear
 from mca_models.templates.parts.vision_values import vision_values
-from mca_models.templates.parts.whisper_tower import whisper_tower, whisper_values
+from mca_models.templates.parts.whisper_tower import audio_model, whisper_tower, whisper_values
 
 
 def tensors(config: McaModelConfig) -> Shapes:
@@ -33,18 +23,11 @@ FAMILY = vision_language_family(
     "audioflamingo3",
     "AudioFlamingo3ForConditionalGeneration",
     {"qwen2": get_family("qwen2")},
-    VisionModel(
-        tensors=tensors,
-        spellings=(llava_spelling(AUDIO_TOWER, PROJECTOR), module_spelling(AUDIO_TOWER, PROJECTOR)),
-        projector=(PROJECTOR,),
-        unused=lambda config: (f"{AUDIO_TOWER}embed_positions.",),
-        image_tokens=None,
-        audio=AudioTower(
-            names=(AUDIO_TOWER,),
-            mask="input_features_mask",
-            tokens=lambda config, frames: -(-frames // 2) // 2,
-            windows=20,
-        ),
+    audio_model(
+        tensors,
+        lambda config, frames: -(-frames // 2) // 2,
+        mask="input_features_mask",
+        windows=20,
     ),
     NestedTextConfig(
         text_model_type="",

@@ -9,18 +9,14 @@ from mca_models.templates.parts.vision_language import vision_language_family
 from mca_models.templates.parts.vision_tower import (
     AUDIO_TOWER,
     PROJECTOR,
-    AudioTower,
     NestedTextConfig,
     Shapes,
-    VisionModel,
     linear,
-    llava_spelling,
-    module_spelling,
     norm,
     repeat_shapes,
 )
 from mca_models.templates.parts.vision_values import vision_values
-from mca_models.templates.parts.whisper_tower import convolution
+from mca_models.templates.parts.whisper_tower import audio_model, convolution
 
 _DEFAULTS = {
     **{"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
@@ -63,17 +59,12 @@ FAMILY = vision_language_family(
     "glmasr",
     "GlmAsrForConditionalGeneration",
     {"llama": get_family("llama").with_defaults(_DEFAULTS)},
-    VisionModel(
-        tensors=tensors,
-        spellings=(llava_spelling(AUDIO_TOWER, PROJECTOR), module_spelling(AUDIO_TOWER, PROJECTOR)),
-        projector=(PROJECTOR,),
-        image_tokens=None,
-        audio=AudioTower(
-            names=(AUDIO_TOWER,),
-            mask="input_features_mask",
-            tokens=lambda config, frames: -(-frames // 2) // 4,
-            windows=21,
-        ),
+    audio_model(
+        tensors,
+        lambda config, frames: -(-frames // 2) // 4,
+        mask="input_features_mask",
+        windows=21,
+        positions=False,
     ),
     NestedTextConfig(
         text_model_type="",

@@ -3,19 +3,9 @@
 from mca_config.model_config import McaModelConfig
 from mca_models.templates import get_family
 from mca_models.templates.parts.vision_language import vision_language_family
-from mca_models.templates.parts.vision_tower import (
-    AUDIO_TOWER,
-    PROJECTOR,
-    AudioTower,
-    NestedTextConfig,
-    Shapes,
-    VisionModel,
-    linear,
-    llava_spelling,
-    module_spelling,
-)
+from mca_models.templates.parts.vision_tower import AUDIO_TOWER, PROJECTOR, NestedTextConfig, Shapes, linear
 from mca_models.templates.parts.vision_values import vision_values
-from mca_models.templates.parts.whisper_tower import whisper_tower
+from mca_models.templates.parts.whisper_tower import audio_model, whisper_tower
 
 _DEFAULTS = {
     **{"hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32, "num_attention_heads": 32},
@@ -37,17 +27,10 @@ FAMILY = vision_language_family(
     "qwen2_audio",
     "Qwen2AudioForConditionalGeneration",
     {"qwen2": get_family("qwen2").with_defaults(_DEFAULTS)},
-    VisionModel(
-        tensors=tensors,
-        spellings=(llava_spelling(AUDIO_TOWER, PROJECTOR), module_spelling(AUDIO_TOWER, PROJECTOR)),
-        projector=(PROJECTOR,),
-        unused=lambda config: (f"{AUDIO_TOWER}embed_positions.",),
-        image_tokens=None,
-        audio=AudioTower(
-            names=(AUDIO_TOWER,),
-            mask="feature_attention_mask",
-            tokens=lambda config, frames: ((frames - 1) // 2 - 1) // 2 + 1,
-        ),
+    audio_model(
+        tensors,
+        lambda config, frames: ((frames - 1) // 2 - 1) // 2 + 1,
+        mask="feature_attention_mask",
     ),
     NestedTextConfig(
         text_model_type="",

@@ -6,18 +6,8 @@ The projector joins states until they are as wide as the encoder's MLP.
 from mca_config.model_config import McaModelConfig
 from mca_models.templates import get_family
 from mca_models.templates.parts.vision_language import vision_language_family
-from mca_models.templates.parts.vision_tower import (
-    AUDIO_TOWER,
-    PROJECTOR,
-    AudioTower,
-    NestedTextConfig,
-    Shapes,
-    VisionModel,
-    linear,
-    llava_spelling,
-    module_spelling,
-)
-from mca_models.templates.parts.whisper_tower import whisper_tower, whisper_values
+from mca_models.templates.parts.vision_tower import AUDIO_TOWER, PROJECTOR, NestedTextConfig, Shapes, linear
+from mca_models.templates.parts.whisper_tower import audio_model, whisper_tower, whisper_values
 
 _DEFAULTS = {
     **{"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 30, "num_key_value_heads": 8},
@@ -47,14 +37,7 @@ FAMILY = vision_language_family(
     "voxtral",
     "VoxtralForConditionalGeneration",
     {"llama": get_family("llama").with_defaults(_DEFAULTS)},
-    VisionModel(
-        tensors=tensors,
-        spellings=(llava_spelling(AUDIO_TOWER, PROJECTOR), module_spelling(AUDIO_TOWER, PROJECTOR)),
-        projector=(PROJECTOR,),
-        unused=lambda config: (f"{AUDIO_TOWER}embed_positions.",),
-        image_tokens=None,
-        audio=AudioTower(names=(AUDIO_TOWER,), mask=None, tokens=tokens, windows=None),
-    ),
+    audio_model(tensors, tokens, mask=None, windows=None),
     NestedTextConfig(text_model_type="", text_ties="nothing", towers=("audio_config",)),
     assumed=True,
 )

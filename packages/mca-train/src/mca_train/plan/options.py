@@ -8,7 +8,7 @@ from pathlib import Path
 from mca_config.errors import UsageError
 
 SCHEMA, VERSION = "mca-train/plan", 1
-"""Of the JSON object of a plan."""
+"""Schema and version in the JSON object of a plan."""
 
 
 def _flag(value: str, text: str) -> dict[str, str]:

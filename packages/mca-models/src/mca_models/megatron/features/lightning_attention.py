@@ -21,12 +21,12 @@ from mca_models.megatron.features.delta_rule import CHUNK, chunks, decay_mask
 from mca_models.megatron.features.feature import Feature, LayerContext, SpecChanges
 from mca_models.megatron.features.norms import FullWidthNorm
 from mca_models.megatron.features.recurrent_layers import (
-    apply_to_full_sequences,
+    SequenceMixer,
     mixer_projections,
     normed_linears,
 )
 from mca_models.megatron.names import Implementation
-from mca_models.megatron.types import MegatronConfig, PackedSeqParams, ShardedState, Spec, WithBias
+from mca_models.megatron.types import MegatronConfig, ShardedState, Spec
 
 _PARTS = ("qkv", "gate")
 _EPSILON = 1e-6
@@ -75,7 +75,7 @@ class _GateNorm(FullWidthNorm):
         torch.nn.init.ones_(self.weight)
 
 
-class LightningAttention(torch.nn.Module):
+class LightningAttention(SequenceMixer):
     """Lightning attention of one tensor rank's heads; `_module` mixes in ``MegatronModule``."""
 
     def __init__(
@@ -92,21 +92,6 @@ class LightningAttention(torch.nn.Module):
         )
         self.gate_norm = _GateNorm(config, heads, self.channels)
         self._layer = options["layer_number"] - 1, model.num_layers
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: object = None,
-        *,
-        packed_seq_params: PackedSeqParams = None,
-        **_: object,
-    ) -> WithBias:
-        """Map ``[s / cp, b, hidden]`` to the same shape; other arguments of an attention are ignored."""
-        mixed, _ = self.in_proj(hidden_states)
-        output: WithBias = self.out_proj(
-            apply_to_full_sequences(self._sequence, mixed, packed_seq_params, self.groups.cp)
-        )
-        return output
 
     def _sequence(self, mixed: Tensor) -> Tensor:
         """Map projections ``[s, b, q k v of each head, gates]`` of one sequence to gated values ``[s, b, v]``."""

@@ -17,7 +17,7 @@ from mca_config.types import Typed
 from mca_models.megatron.features.kernels import Kernel
 from mca_models.megatron.layers.zigzag import rank_token_ranges, restore_token_order
 from mca_models.megatron.names import Implementation
-from mca_models.megatron.types import MegatronConfig, MegatronModule, PackedSeqParams, Settings
+from mca_models.megatron.types import MegatronConfig, MegatronModule, PackedSeqParams, Settings, WithBias
 
 _MAX_KERNEL_SIZE = 4
 """Maximum kernel size of ``causal_conv1d_fn``."""
@@ -94,6 +94,39 @@ def mixer_projections(
         **both,
     )
     return in_proj, out_proj
+
+
+class SequenceMixer(torch.nn.Module):
+    """Base of a layer in place of attention that reads full sequences; subclasses mix in ``MegatronModule``.
+
+    Attributes:
+        in_proj: Input projection.
+        out_proj: Output projection.
+        groups: Process groups of the layer.
+    """
+
+    in_proj: MegatronModule
+    out_proj: MegatronModule
+    groups: Typed
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: object = None,
+        *,
+        packed_seq_params: PackedSeqParams = None,
+        **_: object,
+    ) -> WithBias:
+        """Map ``[s / cp, b, hidden]`` to the same shape; other arguments of an attention are ignored."""
+        mixed, _ = self.in_proj(hidden_states)
+        output: WithBias = self.out_proj(
+            apply_to_full_sequences(self._sequence, mixed, packed_seq_params, self.groups.cp)
+        )
+        return output
+
+    def _sequence(self, mixed: Tensor) -> Tensor:
+        """Map projections of one sequence ``[s, b, rows]`` to the inputs of ``out_proj``."""
+        raise NotImplementedError
 
 
 class CausalConvolution(torch.nn.Conv1d):

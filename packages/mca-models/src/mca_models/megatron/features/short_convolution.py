@@ -17,20 +17,20 @@ from mca_models.megatron.features.feature import Feature, LayerContext, SpecChan
 from mca_models.megatron.features.kernels import find_kernel
 from mca_models.megatron.features.recurrent_layers import (
     CausalConvolution,
-    apply_to_full_sequences,
+    SequenceMixer,
     mixer_projections,
     normed_linears,
 )
 from mca_models.megatron.layers.sharded import sharded_state
 from mca_models.megatron.names import Implementation
-from mca_models.megatron.types import MegatronConfig, PackedSeqParams, ShardedState, Spec, WithBias
+from mca_models.megatron.types import MegatronConfig, ShardedState, Spec
 
 _CUT = ("conv1d.weight",)
 _PARTS = ("gate_in", "gate_out", "inputs")
 """Parts of the input projection (B, C, x); names differ from those of Mamba's parts in ``torch_dist`` directories."""
 
 
-class ShortConvolution(torch.nn.Module):
+class ShortConvolution(SequenceMixer):
     """Gated short convolution of one tensor rank's channels; `_module` mixes in ``MegatronModule``."""
 
     def __init__(
@@ -49,21 +49,6 @@ class ShortConvolution(torch.nn.Module):
         )
         self.conv1d = CausalConvolution.from_conv1d(convolution, find_kernel("causal_conv1d_fn", config))
         self.conv1d.activation = None
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: object = None,
-        *,
-        packed_seq_params: PackedSeqParams = None,
-        **_: object,
-    ) -> WithBias:
-        """Map ``[s / cp, b, hidden]`` to the same shape; other arguments of an attention are ignored."""
-        mixed, _ = self.in_proj(hidden_states)
-        output: WithBias = self.out_proj(
-            apply_to_full_sequences(self._sequence, mixed, packed_seq_params, self.groups.cp)
-        )
-        return output
 
     def _sequence(self, mixed: Tensor) -> Tensor:
         """Map projections ``[s, b, B C x]`` of one sequence to gated values ``[s, b, channels]``."""

@@ -3,8 +3,21 @@
 Names are those of transformers' modules below the tower.
 """
 
+from collections.abc import Callable
+
 from mca_config.model_config import McaModelConfig
-from mca_models.templates.parts.vision_tower import Shapes, linear, norm, repeat_shapes
+from mca_models.templates.parts.vision_tower import (
+    AUDIO_TOWER,
+    PROJECTOR,
+    AudioTower,
+    Shapes,
+    VisionModel,
+    linear,
+    llava_spelling,
+    module_spelling,
+    norm,
+    repeat_shapes,
+)
 from mca_models.templates.parts.vision_values import VisionValues, vision_values
 
 _KEYS = {
@@ -46,6 +59,33 @@ def encoder_layers(audio: VisionValues, *, biased_keys: bool = False) -> Shapes:
     for x in ("q", "k", "v", "out"):
         layer |= linear(f"self_attn.{x}_proj", width, width, bias=biased_keys or x != "k")
     return repeat_shapes("layers", audio.layers("encoder_layers", 32), layer)
+
+
+def audio_model(
+    tensors: Callable[[McaModelConfig], Shapes],
+    tokens: Callable[[McaModelConfig, int], int],
+    *,
+    mask: str | None,
+    windows: int | None = 1,
+    positions: bool = True,
+) -> VisionModel:
+    """Return the tower and projector of a model that takes audio alone.
+
+    Args:
+        tensors: Every tensor of tower and projector.
+        tokens: As of `AudioTower`, like ``mask`` and ``windows``.
+        mask: Input that marks the frames of a clip.
+        windows: Most windows of a clip.
+        positions: The tower has Whisper's table of positions, which transformers never trains.
+    """
+    return VisionModel(
+        tensors=tensors,
+        spellings=(llava_spelling(AUDIO_TOWER, PROJECTOR), module_spelling(AUDIO_TOWER, PROJECTOR)),
+        projector=(PROJECTOR,),
+        unused=lambda config: (f"{AUDIO_TOWER}embed_positions.",) if positions else (),
+        image_tokens=None,
+        audio=AudioTower(names=(AUDIO_TOWER,), mask=mask, tokens=tokens, windows=windows),
+    )
 
 
 def convolution(name: str, width: int, inputs: int, *kernel: int) -> Shapes:
