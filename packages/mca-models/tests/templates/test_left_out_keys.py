@@ -69,3 +69,16 @@ def test_keys_that_towers_leave_out_are_those_of_transformers(case: str) -> None
     assert family.vision is not None
     if family.vision.tokens_per_image is not None:
         assert family.vision.tokens_per_image(found) == family.vision.tokens_per_image(expected)
+
+
+@pytest.mark.parametrize(
+    "case", ["gemma3", "glmasr", "llava", "llava_next", "qwen2_audio", "vipllava", "voxtral"]
+)
+def test_text_parts_may_leave_out_every_key(case: str) -> None:
+    """Read files of models whose publishers left keys of the text part out."""
+    hf = tiny_vision.described(case)
+    hf["text_config"] = {key: value for key, value in hf["text_config"].items() if key == "model_type"}
+    full = filled_in(hf)
+    found, expected = config_from_hf(copy.deepcopy(hf)).to_fields(), config_from_hf(full).to_fields()
+    tower = {"hf_config": None, "vision_fields": None}
+    assert found | tower == expected | tower

@@ -12,7 +12,7 @@ from mca_models.templates.parts.whisper_tower import audio_model, whisper_tower,
 _DEFAULTS = {
     **{"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 30, "num_key_value_heads": 8},
     **{"vocab_size": 131072, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "head_dim": 128},
-    "rope_theta": 1e8,
+    **{"num_attention_heads": 32, "rope_theta": 1e8},
 }
 """Keys that files may leave out."""
 
