@@ -38,7 +38,7 @@ sys.path.insert(0, str(ROOT))
 
 # after the path, for `uv run tools/mutate.py`
 from tools.mutation.operators import Mutation, compiles, mutations  # noqa: E402
-from tools.mutation.test_map import TestMap  # noqa: E402
+from tools.mutation.reached_tests import TestMap  # noqa: E402
 
 MAP = ROOT / ".pytest_cache" / "test_map"
 EQUIVALENT = Path(__file__).parent / "mutation" / "equivalent.json"

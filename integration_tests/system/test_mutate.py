@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tools import mutate
 from tools.mutation.operators import Mutation, mutations
-from tools.mutation.test_map import TestMap
+from tools.mutation.reached_tests import TestMap
 
 from source_tree import ROOT
 
