@@ -176,6 +176,7 @@ def _weights(config: McaModelConfig, sizes: LayerSizes) -> float:
         linear.linear_value_head_dim,
     )
     projected = 2 * linear.linear_num_key_heads * key + 3 * heads * value + 2 * heads
+    projected += 0 if linear.linear_low_rank_gates else heads * key  # decays
     return config.hidden_size * projected / sizes.layout.tp
 
 
