@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from mca_config.errors import McaError
+from mca_config.files import parse_record
 from mca_config.types import JsonObject
 
 logger = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ class OutputLock:
         if self._fd < 0:
             return
         try:
-            record = _parsed(self._path.read_text(errors="replace"))
+            record = parse_record(self._path.read_text(errors="replace"))
         except FileNotFoundError:
             raise McaError(
                 f"output_dir: {self._path} was removed, so another run may use the directory; this run ends"
@@ -146,17 +147,8 @@ def _record() -> JsonObject:
 
 def _read(path: Path) -> JsonObject:
     with suppress(OSError):
-        return _parsed(path.read_text(errors="replace"))
+        return parse_record(path.read_text(errors="replace"))
     return {}
-
-
-def _parsed(text: str) -> JsonObject:
-    """Return the record in ``text``; empty if it is none."""
-    try:
-        record = json.loads(text)
-    except ValueError:
-        return {}
-    return record if isinstance(record, dict) else {}
 
 
 def _describe(record: JsonObject) -> str:

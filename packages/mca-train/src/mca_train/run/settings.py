@@ -14,13 +14,14 @@ from typing import get_type_hints
 
 from mca_config import yaml_text
 from mca_config.errors import UsageError
-from mca_config.fields import alternatives, is_enum
+from mca_config.fields import alternatives, build, is_enum
+from mca_config.printable import suggestion
 from mca_config.training_checks import CheckedArguments
 from mca_config.types import HfArguments, JsonObject, Values
 from mca_train.config.arguments import LaunchArguments, LoraArguments
 from mca_train.config.hf_fields import hf_fields
 from mca_train.config.renamed_options import RENAMED
-from mca_train.config.run_config import Settings, build
+from mca_train.config.run_config import Settings
 from mca_train.plan.options import PlanOptions
 from mca_train.tasks.table import other_task_keys
 from mca_train.tasks.task import Task
@@ -162,15 +163,21 @@ def make_settings(
     Raises:
         UsageError: Keys or values are wrong.
     """
+    elsewhere = {**RENAMED, **_PLAN_FLAGS, **other_task_keys(task)}
+
+    def unknown(key: str, known: Iterable[str]) -> str:
+        if key in elsewhere:
+            return f"{key}: {elsewhere[key]}"
+        names = [*known, *(f"--{flag}" for flag in flags)]
+        return f"unknown key '{key}'{suggestion(key, names, f'mca-train {task.name} --help lists the keys')}"
+
     classes: list[type] = [task.data_arguments, LaunchArguments, LoraArguments]
     training, data, launch, lora, *others = build(
         [_training_class(early=early), *classes, *([task.task_arguments] if task.task_arguments else [])],
         _without_backend(values) if early else _for_this_machine(values),
         where=where,
-        otherwise=f"mca-train {task.name} --help lists the keys",
+        unknown=unknown,
         only=["output_dir"],
-        elsewhere={**RENAMED, **_PLAN_FLAGS, **other_task_keys(task)},
-        flags=flags,
     )
     return Settings(
         training=training,

@@ -18,7 +18,7 @@ from mca_models.megatron.features.gated_delta_net import HeadNorm
 from mca_models.megatron.features.kernels import find_kernel
 from mca_models.megatron.features.recurrent_layers import (
     CausalConvolution,
-    apply_to_full_sequences,
+    SequenceMixer,
     linear_attention_settings,
     normed_linears,
 )
@@ -28,7 +28,6 @@ from mca_models.megatron.types import (
     GroupCollection,
     MegatronConfig,
     MegatronModule,
-    PackedSeqParams,
     ShardedState,
     Spec,
 )
@@ -81,7 +80,7 @@ def _sharded_state(
     return state
 
 
-class KimiDeltaAttention(torch.nn.Module):
+class KimiDeltaAttention(SequenceMixer):
     """Kimi Delta Attention without its input norm, which is in the layer; `_module` mixes in ``MegatronModule``."""
 
     column: ClassVar[Typed]
@@ -137,22 +136,14 @@ class KimiDeltaAttention(torch.nn.Module):
                 step.add_(torch.log(-torch.expm1(-step)))
         self.rule = find_kernel("chunk_kda", config)
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: object = None,
-        *,
-        packed_seq_params: PackedSeqParams = None,
-        **_: object,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Map ``[s / cp, b, hidden]`` to the same shape; other arguments of an attention are ignored."""
-        mixed, _ = self.in_proj(hidden_states)
-        if self.low_rank:
-            down, _ = self.gates_down(hidden_states)
-            ups = zip((self.fade_up, self.gate_up), down.chunk(2, -1), strict=True)
-            mixed = torch.cat([mixed, *(up(x)[0] for up, x in ups)], -1)
-        out = apply_to_full_sequences(self._sequence, mixed, packed_seq_params, self.groups.cp)
-        return self.out_proj(out)  # type: ignore[no-any-return]
+    def _project(self, hidden_states: Tensor) -> Tensor:
+        """Map ``[s / cp, b, hidden]`` to ``[s / cp, b, q k v b fade gate]``."""
+        mixed = super()._project(hidden_states)
+        if not self.low_rank:
+            return mixed
+        down, _ = self.gates_down(hidden_states)
+        ups = zip((self.fade_up, self.gate_up), down.chunk(2, -1), strict=True)
+        return torch.cat([mixed, *(up(x)[0] for up, x in ups)], -1)
 
     def _sequence(self, mixed: Tensor) -> Tensor:
         """Map projections ``[s, b, q k v b fade gate]`` of one sequence to normalized, gated values ``[s, b, v]``."""

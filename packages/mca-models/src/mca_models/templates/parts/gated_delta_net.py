@@ -152,7 +152,7 @@ def _saved_tensors(config: McaModelConfig, sizes: LayerSizes) -> list[SavedTenso
     pairs = (
         _DECAY_BLOCK * key if given(config.linear_attention).linear_channel_decay else 0
     )  # per-channel decay
-    net = "mca_models/megatron/features/gated_delta_net.py: forward"
+    net = "mca_models/megatron/features/gated_delta_net.py: _sequence"
     return [
         SavedTensor("convolution: padded, and its output", tokens * (projected + values) * 2 * width, net),
         SavedTensor("queries and keys in fp32", tokens * projected * SINGLE, net),
