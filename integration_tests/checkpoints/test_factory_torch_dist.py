@@ -52,7 +52,11 @@ TESTED = pytest.mark.cases(0, always=[case.id for case in DEFAULT])
 
 def _hf(family: str) -> str:
     """DeepSeek's expert bias is always fp32 where it is trained, and Kimi's and Ling's."""
-    return f"{family}-float32" if family in ("bailing_hybrid", "deepseek_v3", "kimi_linear") else f"{family}-bfloat16"
+    return (
+        f"{family}-float32"
+        if family in ("bailing_hybrid", "deepseek_v3", "kimi_linear")
+        else f"{family}-bfloat16"
+    )
 
 
 def _saved(folder: Path, case: Case) -> Path:
