@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
-from mca_config.types import JsonObject, Values
+from mca_config.types import JsonObject, Typed, Values
 from mca_models.templates.config_table import HfConfig
 from mca_models.templates.parts.common import ATTN, inner
 from mca_models.templates.parts.gated_delta_net import fused, write_layers
@@ -16,7 +16,7 @@ from mca_models.templates.parts.names import HF_ATTN
 from mca_models.weights import COLUMN, ROW, SEPARATE, Concat, Layout, Param, Shaped, expand_rules
 
 
-def delta_sizes(heads: int, width: int, kernel: int) -> JsonObject:
+def delta_sizes(heads: Typed, width: Typed, kernel: Typed) -> JsonObject:
     """Return the fields of the sizes: queries, keys and values have as many heads of the same width."""
     return {
         "linear_conv_kernel_dim": kernel,
