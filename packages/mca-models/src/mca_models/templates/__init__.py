@@ -59,6 +59,7 @@ _IN_ITS_FILE = (
     "audioflamingo3",
     "axk1",
     "aya_vision",
+    "bailing_hybrid",
     "bamba",
     "bloom",
     "cohere",
