@@ -1,4 +1,6 @@
-"""DeepSeek V3 and R1: HF ``DeepseekV3ForCausalLM``: MLA, experts, multi-token prediction."""
+"""DeepSeek V3 and R1: HF ``DeepseekV3ForCausalLM``: MLA, experts, multi-token prediction. Kimi K2 has other sizes."""
+
+from dataclasses import replace
 
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
@@ -57,3 +59,4 @@ FAMILY = Family(
     moe=NAMES,
     copies=mtp_copies,
 )
+KIMI_K2 = replace(FAMILY, model_type="kimi_k2", in_transformers=False)
