@@ -22,9 +22,6 @@ from mca_models.templates.parts.moe import (
 from mca_models.templates.parts.mtp import mtp_copies
 from mca_models.templates.parts.names import MoeNames
 
-NAMES = MoeNames()
-
-
 CONFIG = ConfigTable(
     fields=MLA_FIELDS,
     defaults={
@@ -56,7 +53,7 @@ FAMILY = Family(
     architecture="DeepseekV3ForCausalLM",
     config=CONFIG,
     params=mla_moe_params,
-    moe=NAMES,
+    moe=MoeNames(),
     copies=mtp_copies,
 )
 KIMI_K2 = replace(FAMILY, model_type="kimi_k2", in_transformers=False)
