@@ -289,6 +289,7 @@ CARRIED = {
     "minimax_m3_vl_text": ("mtp.layers.0.eh_proj.weight", "model.mtp.norm.weight"),
     "nemotron_h": ("mtp.layers.0.eh_proj.weight", "mtp.layers.1.mixer.gate.weight"),
     "olmo_hybrid": ("mtp.fc.weight", "mtp.norm.weight"),
+    "bailing_hybrid": ("model.layers.4.attention.dense.weight", "model.layers.4.eh_proj.weight"),
 }
 """Tensors of MTP layers, under names of published files; the tiny models have four layers."""
 

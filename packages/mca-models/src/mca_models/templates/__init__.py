@@ -58,6 +58,7 @@ _IN_ITS_FILE = (
     "aria_text",
     "audioflamingo3",
     "axk1",
+    "bailing_hybrid",
     "bamba",
     "bloom",
     "cohere",
