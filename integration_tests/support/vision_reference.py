@@ -281,11 +281,10 @@ def vision_model(case: str) -> Any:
     return model.float().eval()
 
 
-def mixed(case: str, folder: Path) -> Mixed:
-    """Saves the model of ``case`` and its gradients under ``folder``."""
-    model = copy.deepcopy(vision_model(case))
-    path, gradients = folder / case, folder / f"{case}-expected"
-    model.save_pretrained(path)
+def rows_of(
+    case: str,
+) -> tuple[torch.Tensor, tuple[tuple[ImageSpan, ...], ...], tuple[dict[str, torch.Tensor], ...]]:
+    """Return the tokens ``[rows, LENGTH]``, the positions and transformers' inputs of each row's images."""
     generator = torch.Generator().manual_seed(3)
     input_ids = torch.randint(0, 64, (len(ROWS), LENGTH), generator=generator)
     where, rows = places(case), LONE_VIDEO_ROWS if case.startswith("llava_onevision") else VIDEO_ROWS
@@ -302,6 +301,15 @@ def mixed(case: str, folder: Path) -> Mixed:
         if case.startswith(tiled_reference.MARKED):
             tiled_reference.write_tokens(ids, number)
     images = tuple(pixels(case, row, number) for number, row in enumerate(where))
+    return input_ids, where, images
+
+
+def mixed(case: str, folder: Path) -> Mixed:
+    """Saves the model of ``case`` and its gradients under ``folder``."""
+    model = copy.deepcopy(vision_model(case))
+    path, gradients = folder / case, folder / f"{case}-expected"
+    model.save_pretrained(path)
+    input_ids, where, images = rows_of(case)
     losses = losses_of(model, input_ids, images)
     losses.mean().backward()
     with torch.no_grad():

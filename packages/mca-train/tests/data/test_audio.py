@@ -11,9 +11,9 @@ import torch
 from image_samples import ANSWER, asked, text
 
 from mca_config.errors import McaError
+from mca_models.megatron.features.sequence_media import join_tensors
 from mca_train.data.audio_files import AudioFile, open_audio
 from mca_train.data.image_rows import ImageReader
-from mca_train.data.image_tokens import join_tensors
 from mca_train.data.row_paths import RowPaths
 from mca_train.tasks.load import load_stream, load_tokenized
 from mca_train.tasks.table import TASKS
