@@ -332,6 +332,15 @@ def logits_of(
     return found
 
 
+def hidden_of(
+    model: Any, input_ids: torch.Tensor, images: tuple[dict[str, torch.Tensor], ...]
+) -> torch.Tensor:
+    """Return the hidden states of each row, of transformers' ``model`` without a head."""
+    inputs = _for_transformers(model.config.model_type, input_ids, images)
+    found: torch.Tensor = model(input_ids=input_ids, use_cache=False, **inputs).last_hidden_state
+    return found
+
+
 def losses_of(
     model: Any, input_ids: torch.Tensor, images: tuple[dict[str, torch.Tensor], ...]
 ) -> torch.Tensor:
