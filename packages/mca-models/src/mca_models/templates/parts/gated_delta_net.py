@@ -176,6 +176,8 @@ def _weights(config: McaModelConfig, sizes: LayerSizes) -> float:
         linear.linear_value_head_dim,
     )
     projected = 2 * linear.linear_num_key_heads * key + 3 * heads * value + 2 * heads
+    if linear.linear_channel_decay and not linear.linear_low_rank_gates:
+        projected += heads * (key - 1)  # the decay of each channel in place of one of a head
     return config.hidden_size * projected / sizes.layout.tp
 
 
