@@ -35,7 +35,7 @@ class OutputLock:
 
     def __init__(self, output_dir: Path) -> None:
         self._output_dir, self._path = output_dir, output_dir / NAME
-        self._fd = -1
+        self._fd: int | None = None
         self._made: list[Path] = []
         self._record: JsonObject = {}
 
@@ -61,7 +61,7 @@ class OutputLock:
 
     def release(self) -> None:
         """Release the lock."""
-        if self._fd >= 0:
+        if self._fd is not None:
             try:
                 if _is_same(self._fd, self._path) and _read(self._path) in ({}, self._record):
                     self._path.unlink()
@@ -73,7 +73,7 @@ class OutputLock:
                 )
             with suppress(OSError):  # closed anyway
                 os.close(self._fd)
-            self._fd = -1
+            self._fd = None
         for path in self._made:
             with suppress(OSError):
                 path.rmdir()
@@ -84,7 +84,7 @@ class OutputLock:
         Raises:
             McaError: It has, or the record of this run is gone or cannot be read.
         """
-        if self._fd < 0:
+        if self._fd is None:
             return
         try:
             record = parse_record(self._path.read_text(errors="replace"))
