@@ -60,6 +60,7 @@ FAMILY = Family(
         defaults={
             **{"num_key_value_heads": 8, "num_experts": 16, "expert_layer_period": 2, "pad_token_id": 0},
             **{"expert_layer_offset": 1, "attn_layer_period": 8, "attn_layer_offset": 4},
+            "max_position_embeddings": 1 << 18,
         },
         constants={"moe_router_pre_softmax": True},
         fixed=(SILU, PLAIN_STEPS),
