@@ -63,7 +63,8 @@ ERRORS = {
     ("+engine.router_replay.record_file=a",): "engine.router_replay.record_file is not supported by mca",
     (
         "engine.router_replay.mode=R2",
-    ): "engine.router_replay.mode is 'R2', which mca does not support; set it to R3",
+        "engine.forward_only=true",
+    ): "engine.router_replay.mode is 'R2' for a model that is not trained",
     ("engine.full_determinism=true",): "engine.full_determinism is not supported by mca",
     ("engine.dtype=int8",): "engine.dtype is 'int8'; expected one of float32, bfloat16, float16",
     ("+engine.arguments.recompute_granularty=full",): "unknown argument recompute_granularty; did you mean",
@@ -79,8 +80,19 @@ ERRORS = {
     ("model.lora.rank=8",): "model.lora.rank is an option of verl's Megatron engine",
     ("model.use_fused_kernels=true",): "model.use_fused_kernels is True",
     ("model.use_liger=true",): "model.use_liger is True",
+    ("+checkpoint.async_save=true",): "checkpoint.async_save is not supported by the engine mca",
+    ("checkpoint.save_contents=[optimizer]",): "checkpoint.save_contents is ['optimizer']; expected 'model'",
+    ("checkpoint.load_contents=[model,rng]",): "checkpoint.load_contents is ['model', 'rng']; expected",
     ("+model.override_config.rope_theta=5",): "model.override_config.rope_theta is not supported",
 }
+
+ROLE_ERRORS = {
+    ("actor_rollout_ref.actor.freeze_vision_tower=true",): "set actor.engine.arguments.freeze to [vision]",
+    ("actor_rollout_ref.actor.use_prefix_grouper=true",): "actor.use_prefix_grouper is True",
+    ("actor_rollout_ref.actor.qat.enable=true",): "actor.qat.enable is True, which the engine mca does not",
+    ("critic.engine.router_replay.mode=R3",): "critic.engine.router_replay.mode is 'R3', but the experts",
+}
+"""Overrides of verl's PPO trainer and the error of the actor or the critic."""
 
 BATCH_ERRORS = (
     "verl's batch has several temperatures",
@@ -166,11 +178,21 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def replay_job(folder: Path, layout: str, *, packed: bool) -> dict[str, Any]:
-    ranks, sizes = LAYOUTS[layout]
-    named = {SIZES[size]: number for size, number in sizes.items()}
-    same = {"kind": "replay", "name": f"replay-{layout}", "ranks": ranks, "sizes": named}
-    return same | {"packed": packed, "model": str(folder / "sparse")}
+def replay_jobs(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield jobs of router replay, on packed and padded rows."""
+    for mode, layout, packed, more in (
+        ("R3", "tp2", True, {}),
+        ("R3", "cp2", True, {}),
+        ("R3", "pp2", False, {}),
+        ("R2", "tp2", True, {"sequence_parallel": True}),
+        ("R2", "cp2", True, {}),
+        ("R2", "vpp2", False, {}),
+        ("R2", "ep2", False, {}),
+    ):
+        ranks, sizes = LAYOUTS[layout]
+        named = {SIZES[size]: number for size, number in sizes.items()} | more
+        job = {"kind": "replay", "name": f"{mode}-{layout}", "mode": mode, "ranks": ranks, "sizes": named}
+        yield job | {"packed": packed, "model": str(folder / "sparse")}
 
 
 @pytest.fixture(scope="module")
@@ -238,10 +260,9 @@ def rl_jobs(request: pytest.FixtureRequest, inputs: Path) -> Iterator[dict[str, 
         yield grpo_of(moe) | {"delta": True}
     for case in ids_of(request, test_offloading_changes_no_bit):
         yield from offload_jobs(inputs, case)
-    if selected(request, test_the_engine_replays_the_experts_of_the_rollout):
+    if selected(request, test_the_engine_replays_given_or_own_experts):
         sparse_checkpoint(inputs / "sparse")
-        layouts = {"tp2": True, "cp2": True, "pp2": False}
-        yield from (replay_job(inputs, name, packed=packed) for name, packed in layouts.items())
+        yield from replay_jobs(inputs)
 
 
 def critic_jobs(request: pytest.FixtureRequest, inputs: Path) -> Iterator[dict[str, Any]]:
@@ -342,6 +363,7 @@ def option_jobs(folder: Path) -> list[dict[str, Any]]:
     sft = [*sft_overrides(folder, "errors", 1), *MCA[:-1]]
     kinds: dict[str, dict[str, Any]] = {
         "ppo_config": {"overrides": ppo},
+        "role_errors": {"overrides": ppo, "cases": [[], *map(list, ROLE_ERRORS)]},
         "errors": {"overrides": sft, "cases": [[], *map(list, ERRORS)]},
         "batch_errors": {"vision": f"{folder}/vision"},
     }
@@ -471,10 +493,11 @@ def test_the_ppo_trainer_composes_all_roles(mca):
 
 
 def test_what_is_not_supported_is_an_error_that_names_the_option(mca):
-    supported, *found = json.loads((mca / "errors.json").read_text())
-    assert supported == "no error"
-    for error, expected in zip(found, ERRORS.values(), strict=True):
-        assert expected in error
+    for file, errors in (("errors", ERRORS), ("role_errors", ROLE_ERRORS)):
+        supported, *found = json.loads((mca / f"{file}.json").read_text())
+        assert supported == "no error"
+        for error, expected in zip(found, errors.values(), strict=True):
+            assert expected in error
     for error, expected in zip(
         json.loads((mca / "batch_errors.json").read_text()), BATCH_ERRORS, strict=True
     ):
@@ -493,5 +516,5 @@ def test_a_plugin_that_cannot_be_imported_says_so(tmp_path):
     assert "VERL_USE_EXTERNAL_PLUGINS=none" in done.stderr
 
 
-def test_the_engine_replays_the_experts_of_the_rollout(mca):
+def test_the_engine_replays_given_or_own_experts(mca):
     """The jobs compare with `VirtualModels.log_probs`, which is compared with a forced transformers model."""
