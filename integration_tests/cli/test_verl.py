@@ -207,6 +207,8 @@ def fsdp(request: pytest.FixtureRequest, inputs: Path) -> Path:
         jobs.append(critic_of(sft_job(inputs, "critic-fsdp", 2, *FSDP)))
     if selected(request, test_a_reward_model_as_critic_has_its_values):
         jobs.append(critic_of(sft_job(inputs, "reward-fsdp", 2, *FSDP), model="reward"))
+    if selected(request, test_a_step_takes_the_gradients_of_several_calls):
+        jobs.append(tinker_of(sft_job(inputs, "tinker-fsdp", 2, *FSDP)))
     if selected(request, test_grpo_of_experts_has_the_losses_of_the_fsdp_engine):
         jobs.append(grpo_of(sft_job(inputs, "grpo-moe-fsdp", 2, *FSDP, f"model.path={inputs}/moe")))
     if selected(request, test_lora_has_the_losses_of_the_fsdp_engine):
@@ -258,6 +260,8 @@ def rl_jobs(request: pytest.FixtureRequest, inputs: Path) -> Iterator[dict[str, 
     for layout in ids_of(request, test_grpo_of_experts_has_the_losses_of_the_fsdp_engine):
         moe = layout_job(inputs, layout, f"model.path={inputs}/moe", name=f"grpo-moe-{layout}")
         yield grpo_of(moe) | {"delta": True}
+    for layout in ids_of(request, test_a_step_takes_the_gradients_of_several_calls):
+        yield tinker_of(layout_job(inputs, layout, *TINKER[layout], name=f"tinker-{layout}"))
     for case in ids_of(request, test_offloading_changes_no_bit):
         yield from offload_jobs(inputs, case)
     if selected(request, test_the_engine_replays_given_or_own_experts):
@@ -307,6 +311,14 @@ OFFLOADS: dict[str, tuple[str, ...]] = {
 """Options of GRPO runs with offload; main parameters are views of the model's buffers, shards, or full copies."""
 
 
+TINKER: dict[str, tuple[str, ...]] = {
+    "dp2": ("engine.param_offload=true", "engine.optimizer_offload=true"),
+    "tp2": ("engine.use_distributed_optimizer=false",),
+    "tp2pp2": (),
+}
+"""Options of the runs with several calls before a step."""
+
+
 def offload_jobs(folder: Path, case: str) -> list[dict[str, Any]]:
     """Return a job without and a job with offload."""
     layout, options = case.split("-")[1], OFFLOADS[case]
@@ -314,6 +326,11 @@ def offload_jobs(folder: Path, case: str) -> list[dict[str, Any]]:
     offload = ("engine.param_offload=true", "engine.optimizer_offload=true")
     moved = grpo_of(layout_job(folder, layout, *options, *offload, name=f"moved-{case}"))
     return [kept, moved | {"delta": True, "offloads": True}]
+
+
+def tinker_of(job: dict[str, Any]) -> dict[str, Any]:
+    """Return ``job`` as steps of verl's Tinker worker."""
+    return job | {"kind": "tinker", "iterations": 3}
 
 
 def grpo_of(job: dict[str, Any]) -> dict[str, Any]:
@@ -477,6 +494,21 @@ def test_a_critic_with_lora_trains_its_head_too(mca):
 def test_grpo_of_experts_has_the_losses_of_the_fsdp_engine(layout, mca, fsdp):
     for changed, equal in same_iterations(mca, f"grpo-moe-{layout}", "grpo-moe-fsdp"):
         assert changed > 0 and equal
+
+
+@pytest.mark.cases(0, always=["dp2"])
+@pytest.mark.parametrize("layout", TINKER)
+def test_a_step_takes_the_gradients_of_several_calls(layout, mca, fsdp):
+    """verl's Tinker worker calls the engine twice before each step, whose rate it sets."""
+    ours, theirs = iterations(mca, f"tinker-{layout}"), iterations(fsdp, "tinker-fsdp")
+    assert len(ours) == len(theirs) == 3
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5)
+        for call, expected in zip(mine["calls"], other["calls"], strict=True):
+            values = (
+                slice(None) if layout == "dp2" else slice(1)
+            )  # a replica has its sequences' log-probabilities
+            assert call[values] == pytest.approx(expected[values], rel=1e-5)
 
 
 @pytest.mark.cases(0, always=["bf16-dp2"])

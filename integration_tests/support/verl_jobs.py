@@ -73,6 +73,13 @@ def critic(job: dict[str, Any]) -> None:
     verl_critic.critic(job, _sft_config(job))
 
 
+def tinker(job: dict[str, Any]) -> None:
+    """Run steps of verl's Tinker worker."""
+    import verl_tinker
+
+    verl_tinker.tinker(job, _sft_config(job))
+
+
 def ppo_config(job: dict[str, Any]) -> None:
     """Compose the configuration of verl's PPO trainer and write that of actor, reference model and critic."""
     from hydra import compose, initialize_config_module
@@ -145,6 +152,7 @@ KINDS = {
     "sft": sft,
     "grpo": grpo,
     "critic": critic,
+    "tinker": tinker,
     "replay": replay,
     "ppo_config": ppo_config,
     "role_errors": role_errors,

@@ -89,6 +89,8 @@ class McaEngine(BaseEngine):  # type: ignore[misc]
         self._pipeline: Pipeline | None = None
         self._loss_function: LossFunction | None = None
         self._outputs: list[dict[str, Upstream]] = []
+        self._has_gradients = False
+        """The gradient buffers have gradients since `optimizer_zero_grad`."""
         self._delta: WeightDelta | None = None
         self._offload: EngineOffload | None = None
 
@@ -110,7 +112,7 @@ class McaEngine(BaseEngine):  # type: ignore[misc]
         self._base = self._load()
         models = with_adapter(self._base, self.model_config, args.seed)
         seed_dropout(models, args.seed)
-        self._models, self._delta = models, None
+        self._models, self._delta, self._has_gradients = models, None, False
         self._collator = step_collator(
             models,
             self.ranks,
@@ -204,6 +206,7 @@ class McaEngine(BaseEngine):  # type: ignore[misc]
         for chunk in self._engine.chunks:
             chunk.zero_grad_buffer()
         self._engine.optimizer.zero_grad()
+        self._has_gradients = False
 
     def optimizer_step(self) -> float:
         """Clip the gradients, update the parameters, and return the gradients' norm before clipping."""
@@ -222,6 +225,8 @@ class McaEngine(BaseEngine):  # type: ignore[misc]
         self, data: TensorDict, loss_function: LossFunction | None, forward_only: bool = False
     ) -> dict[str, Upstream]:
         """Compute log-probabilities and loss of this replica's batch, and the gradients unless ``forward_only``.
+
+        Gradients are added to those since `optimizer_zero_grad`.
 
         Args:
             data: Sequences as nested tensors.
@@ -242,7 +247,8 @@ class McaEngine(BaseEngine):  # type: ignore[misc]
         if forward_only:
             self._evaluate(batch, records=records)
         else:
-            self._engine.forward_backward(batch)
+            self._engine.forward_backward(batch, accumulate=self._has_gradients)
+            self._has_gradients = True
         outputs, self._outputs, self._loss_function = self._outputs, [], None
         if not outputs:
             return {}

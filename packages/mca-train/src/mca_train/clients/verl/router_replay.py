@@ -47,20 +47,10 @@ def given_experts(data: TensorDict, tokens: Sequence[Tensor], mode: str) -> list
     ]
 
 
-def _recorded_rows(rows: Tensor, tokens: int) -> Tensor:
-    """Return ``rows`` of `recorded_routing`."""
-    if rows.ndim != 3 or len(rows) != tokens:
-        raise McaError(
-            f"routed_experts of verl's batch has shape {list(rows.shape)} for {tokens} tokens; expected "
-            f"[{tokens}, layers, topk]"
-        )
-    return rows
+def _aligned(rows: Tensor, tokens: int) -> Tensor:
+    """Return ``rows`` with -1 for the last token, which predicts nothing, and for tokens without experts.
 
-
-def _rollout_rows(rows: Tensor, tokens: int) -> Tensor:
-    """Return ``rows`` of a rollout with -1 for tokens without experts.
-
-    verl's rows have no experts for the last token, which the rollout does not feed to the model, and zeros for other
+    verl's rows of a rollout have no experts for the last token, which the rollout does not feed to the model, and zeros for other
     tokens without: those after the last generation of several turns, and samples that fill up a batch. As the experts
     of a token differ, zeros of more than one expert are no choice.
     """
