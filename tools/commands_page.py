@@ -22,13 +22,46 @@ COMMANDS = (
 )
 _HEAD = """# Commands
 
-This page shows what each command prints for `--help`; `tools/commands_page.py` writes it. The keys of the commands that
-train are listed in [Keys](keys.md).
+This page shows what each command prints for `--help`; `tools/commands_page.py` writes it. [Keys](keys.md) lists the
+keys of the commands that train.
 
-Both programs read words in the same way: flags are written with `-` or `_`, a misspelt command or flag is answered with
-the one that was probably meant, wrong usage ends with exit code 2 and any other failure with 1, and `--version` prints
-the version. `mca-train completion bash` and `mca-convert completion bash` (or `zsh`, `fish`) print scripts for your
-shell.
+Flags are written with `-` or `_`. A misspelt command or flag is an error that names the one you probably meant. Wrong
+usage ends with exit code 2, any other failure with 1. `--version` prints the version.
+`mca-train completion bash` and `mca-convert completion bash` (or `zsh`, `fish`) print scripts for your shell.
+
+## JSON
+
+`--json` prints one object with `schema` and `version`. Keys change only with the version, which is 1. Sizes are bytes.
+
+| schema | key | meaning |
+|---|---|---|
+| `mca-train/plan` | `possible`, `problems` | whether any machine could make the run, and why not |
+| | `missing` | what this machine lacks |
+| | `model` | `model_type`, `layers`, `parameters`, `trained_parameters` (null: all) |
+| | `world_size`, `layout_sizes`, `data_parallel_size` | ranks and sizes |
+| | `implementation` | whose layers were counted: `local` or `transformer_engine` |
+| | `global_batch`, `tokens_per_step`, `bubble`, `images` | of a step |
+| | `device` | with `--device`: its name and memory |
+| | `stages[]` | columns of a stage, `evaluation`, `beforehand`, `worst_routing`, `host`; with a device `fits` |
+| | `remedies[]` | `changes`, `bytes` of the fullest stage, `fits` |
+| | `dry_run` | with `--dry_run`: an object of schema `mca-train/dry-run` |
+| `mca-train/search` | `gpus`, `samples_per_step`, `device`, `efficiency` | what was searched for |
+| | `layouts[]` | `changes`, `layout_sizes`, `time` (seconds by part) |
+| | | `tokens_per_second_and_device`, `bytes` |
+| | `checked`, `refused[]` | layouts that went through the check, and what it found |
+| `mca-train/report` | `runs[]` | one for each directory: |
+| | `name` | of the directory |
+| | `began`, `task`, `world_size`, `layout` | as in `run.json`; null where it has none |
+| | `configuration`, `versions`, `plan` | the same |
+| | `seconds` | from the first log to the last |
+| | `measured_bytes` | the most that a rank has held since `began` |
+| | `curves` | `[step, value]` of everything that was logged |
+| | `checkpoints[]` | `name`, `bytes` |
+| `mca-convert/plan`, `.../inspect`, `.../verify` | `layout_sizes` | sizes of the layout (`inspect`: `sizes.layout`) |
+| | `sizes` | sizes of the model |
+| | `same`, `problems`, `differences` | of `verify` |
+| | `not_finite` | number of infinite and NaN values of each tensor |
+| | `refusals`, `notes`, `facts`, `holds` | text for people |
 """
 
 

@@ -77,6 +77,7 @@ PACKED_FAMILIES = tuple(
         [
             *("gpt_oss", "gemma3-two-ropes", "olmo2", "qwen3_5_text", "nemotron_h-dense", "deepseek_v32"),
             *(
+                "bailing_hybrid",
                 "gemma4_text",
                 "gpt2",
                 "granite_swa",

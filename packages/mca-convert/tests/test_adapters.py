@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from mca_config.errors import McaError
+from mca_convert import forecast
 from mca_convert.cli import main
 from mca_models.checkpoint_kinds import open_checkpoint
 from mca_models.lora import adapter_for, merge
@@ -382,3 +383,13 @@ def test_usage(arguments: list[str], message: str, tmp_path: Path, capsys) -> No
     filled = [argument.format(adapter=tmp_path / "adapter") for argument in arguments]
     assert main([*filled, "--output_path", str(tmp_path / "out")]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_an_adapter_is_in_memory_as_read_and_as_written(
+    pair: tuple[Path, Path], tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, adapter = pair
+    monkeypatch.setattr(forecast, "_anonymous_bytes", lambda: 1 << 20)
+    words = ("--checkpoint_path", base, "--adapter_path", adapter, "--output_path", tmp_path / "mca")
+    plan = planned(capsys, *words, "--tensor_model_parallel_size=2")
+    assert plan["peak_bytes"] == (1 << 20) + plan["written_bytes"] > 1 << 20

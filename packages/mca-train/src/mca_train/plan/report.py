@@ -1,4 +1,4 @@
-"""Report of a plan, with the numbers of `plan.memory`: a text, or a JSON object that docs/plan.md explains."""
+"""Report of a plan, with the numbers of `plan.memory`: a text, or a JSON object that docs/commands.md explains."""
 
 from collections.abc import Sequence
 from dataclasses import asdict

@@ -335,13 +335,10 @@ class ZeroGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Upstream, output: Tensor, *parameters: Tensor) -> Tensor:
         """Return a view of ``output``."""
-        ctx.shapes = [(each.shape, each.dtype, each.device) for each in parameters]
+        ctx.zeros = [each.new_zeros(()).expand(each.shape) for each in parameters]
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Upstream, gradient: Tensor) -> tuple[Tensor, ...]:
         """Pass ``gradient`` on, and return zeros for the parameters."""
-        zeros = (
-            torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in ctx.shapes
-        )
-        return gradient, *zeros
+        return gradient, *ctx.zeros
