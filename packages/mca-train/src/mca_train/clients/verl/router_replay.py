@@ -41,18 +41,18 @@ def given_experts(data: TensorDict, tokens: Sequence[Tensor], mode: str) -> list
             f"engine.router_replay.mode is {mode}, but verl's batch has no routed_experts; {_REMEDIES[mode]}, or the "
             "mode to disabled"
         )
-    aligned = _rollout_rows if mode == "R3" else _recorded_rows
     return [
-        aligned(rows.cpu(), len(ids)) for rows, ids in zip(data[ROUTED_EXPERTS].unbind(), tokens, strict=True)
+        _aligned(rows.cpu(), len(ids))
+        for rows, ids in zip(data[ROUTED_EXPERTS].unbind(), tokens, strict=True)
     ]
 
 
 def _aligned(rows: Tensor, tokens: int) -> Tensor:
     """Return ``rows`` with -1 for the last token, which predicts nothing, and for tokens without experts.
 
-    verl's rows of a rollout have no experts for the last token, which the rollout does not feed to the model, and zeros for other
-    tokens without: those after the last generation of several turns, and samples that fill up a batch. As the experts
-    of a token differ, zeros of more than one expert are no choice.
+    verl's rows of a rollout have no experts for the last token, which the rollout does not feed to the model, and zeros
+    for other tokens without: those after the last generation of several turns, and samples that fill up a batch. As the
+    experts of a token differ, zeros of more than one expert are no choice.
     """
     if rows.ndim != 3 or len(rows) not in (tokens, tokens - 1):
         raise McaError(
