@@ -180,6 +180,16 @@ IMAGES = tuple(
     if not (case.model in ("qwen3_vl", "qwen3_vl_moe") and "vpp2" in case.layout)
 )
 """Losses and gradients of rows with images and videos."""
+MEDIA_LOG_PROBS = tuple(
+    case
+    for case in (
+        *product(DENSE_VISION, ("tp1", "tp2sp", "pp2", "cp2")),
+        *product(VIDEOS, ("tp1", "tp2sp", "pp2", "cp2")),
+        *product(SPARSE_VISION, ("tp1", "ep2", "cp2")),
+        *product(SPARSE_VIDEOS, ("tp1",)),
+    )
+)
+"""Logits and log-probabilities of rows with media."""
 IMAGE_STEPS = (
     *(
         Case(model, layout, ("distributed-optimizer",))
