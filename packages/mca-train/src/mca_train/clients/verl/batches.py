@@ -25,7 +25,7 @@ from mca_train.clients.verl.media import sample_images
 from mca_train.groups import Ranks
 from mca_train.types import Sample, VirtualModels
 
-GivenExperts = Callable[[TensorDict, Sequence[Tensor]], list[Tensor]]
+ExpertFunction = Callable[[TensorDict, Sequence[Tensor]], list[Tensor]]
 
 _UNSUPPORTED = {
     "calculate_sum_pi_squared": "set actor.calculate_sum_pi_squared to false",
@@ -97,7 +97,7 @@ def step_batch(
     collator: StepCollator,
     ranks: Ranks,
     config: McaModelConfig,
-    experts: GivenExperts | None = None,
+    experts: ExpertFunction | None = None,
 ) -> StepBatch:
     """Return the micro-batches with rows of equal number and length on all ranks; collective.
 
@@ -127,11 +127,11 @@ def step_batch(
         if not collator.packed:
             samples += [({"input_ids": group[0][:1]}, False)] * (height - len(group))
         if experts is not None:
-            given = experts(data, group)
-            given += [given[0][:1]] * (len(samples) - len(group))
+            chosen = experts(data, group)
+            chosen += [chosen[0][:1]] * (len(samples) - len(group))
             samples = [
                 (sample | {ROUTED_EXPERTS: each}, counts)
-                for (sample, counts), each in zip(samples, given, strict=True)
+                for (sample, counts), each in zip(samples, chosen, strict=True)
             ]
         steps.append(replace(collator, length=length, micro_batch_size=len(samples))(samples))
     made = tuple(

@@ -36,7 +36,7 @@ from mca_train.clients.verl.checkpoints import VerlCheckpoints, require_supporte
 from mca_train.clients.verl.delta import Shard, WeightDelta
 from mca_train.clients.verl.engine_config import McaEngineConfig
 from mca_train.clients.verl.offload import EngineOffload
-from mca_train.clients.verl.router_replay import given_experts, recorded_routing
+from mca_train.clients.verl.router_replay import batch_experts, recorded_routing
 from mca_train.engine.engine import Engine
 from mca_train.engine.param_groups import select_trained_parts
 from mca_train.engine.pipeline import Pipeline
@@ -241,7 +241,7 @@ class McaEngine(BaseEngine):  # type: ignore[misc]
         micro_batches, indices = self._split(data)
         mode = self.engine_config.router_replay.mode
         records = mode == "R2" and forward_only and ROUTED_EXPERTS not in data.keys()
-        experts = None if records or mode == "disabled" else partial(given_experts, mode=mode)
+        experts = None if records or mode == "disabled" else partial(batch_experts, mode=mode)
         batch = step_batch(micro_batches, self._collator, self.ranks, self.models.config, experts)
         self._loss_function, self._outputs = loss_function, []
         if forward_only:

@@ -25,7 +25,7 @@ _REMEDIES = {
 }
 
 
-def given_experts(data: TensorDict, tokens: Sequence[Tensor], mode: str) -> list[Tensor]:
+def batch_experts(data: TensorDict, tokens: Sequence[Tensor], mode: str) -> list[Tensor]:
     """Return the experts of each sequence, ``[tokens, layers, topk]``, -1 for tokens without.
 
     Args:
