@@ -261,10 +261,18 @@ def test_what_cannot_be_written_is_foreseen(source: Path, tmp_path: Path, capsys
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(("size", "sequence"), [(1, None), (2, True), (4, True)])
+@pytest.mark.parametrize(
+    ("sizes", "sequence"),
+    [
+        ({"pipeline_model_parallel_size": 2}, None),
+        ({"tensor_model_parallel_size": 1}, None),
+        ({"tensor_model_parallel_size": 2}, True),
+        ({"tensor_model_parallel_size": 4}, True),
+    ],
+)
 def test_sequence_parallelism_that_experts_need_is_no_news_of_a_conversion(
-    size: int, sequence: bool | None
+    sizes: dict[str, int], sequence: bool | None
 ) -> None:
-    layout = _layout(Parser("mca-convert"), Namespace(tensor_model_parallel_size=size))
+    layout = _layout(Parser("mca-convert"), Namespace(**sizes))
     assert layout is not None
     assert layout.sequence_parallel is sequence
