@@ -135,7 +135,10 @@ def limited_sides(processor: ImageProcessor, height: int, width: int) -> tuple[i
     ratio = max(height / longest, width / longest, 1.0)
     sides = (height, width) if ratio == 1 else (int(height / ratio), int(width / ratio))
     if not min(sides):
-        raise McaError(f"an image of {width} x {height} pixels cannot be used: it is too narrow")
+        raise McaError(
+            f"an image of {width} x {height} pixels cannot be used: it is too narrow"
+            "; remove the row or crop the image"
+        )
     return sides
 
 
@@ -161,7 +164,7 @@ class WholeLineTokens(ImageTokens):
         if not min(rows, columns):
             raise McaError(
                 f"an image of {width} x {height} pixels cannot be used: expected at least "
-                f"{self._merge} patches of {self._patch} pixels in each direction"
+                f"{self._merge} patches of {self._patch} pixels in each direction; remove the row or enlarge the image"
             )
         return Grid(rows, columns)
 
