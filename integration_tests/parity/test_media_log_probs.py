@@ -155,7 +155,7 @@ def compute_with(fault: str, work: list[tuple[str, Path, Tensor]]) -> list[str |
     return compute(work, "tp1")
 
 
-@pytest.mark.cases(0, always=["causal attention inside images"])
+@pytest.mark.cases(0)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_caught(fault: str, tmp_path: Path) -> None:
     work = [reference(FAULTS[fault][1], tmp_path)]
