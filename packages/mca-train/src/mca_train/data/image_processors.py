@@ -56,7 +56,10 @@ def image_tokens(
         )
     processor, token = _processor(directories), placeholders(config.vision_fields).get("image")
     if token is None:
-        raise UsageError(f"config.json: image_token_id is missing, the placeholder of {config.model_type}")
+        raise UsageError(
+            f"config.json: image_token_id is missing, the placeholder of {config.model_type}"
+            "; take the config.json that was published with the model"
+        )
     if kind == "pooled":
         _require_window(config, processor)
     return _MAKERS[kind](processor, token, config, tokenizer)
@@ -294,7 +297,10 @@ def _processor(directories: Sequence[Path]) -> ImageProcessor:
 def _ids(tokenizer: "PreTrainedTokenizerBase", *marks: str) -> list[int]:
     known = tokenizer.get_vocab()
     if missing := [mark for mark in marks if mark not in known]:
-        raise UsageError(f"the tokenizer has no token {', '.join(missing)} around images")
+        raise UsageError(
+            f"the tokenizer has no token {', '.join(missing)} around images"
+            "; set tokenizer_name_or_path to the model's own"
+        )
     return [known[mark] for mark in marks]
 
 

@@ -157,7 +157,10 @@ def plan_clips(
     kind, frames = _KINDS[sizes["model_type"]], round((seconds or SECONDS) * _FRAMES)
     most = 2 * sizes.get("max_source_positions", 1500)
     if kind.window and frames > most:
-        raise UsageError(f"--clip_seconds {seconds:g}: {config.model_type} hears {most / _FRAMES:g} seconds")
+        raise UsageError(
+            f"--clip_seconds {seconds:g}: {config.model_type} hears {most / _FRAMES:g} seconds"
+            "; set at most that"
+        )
     clips = Clips(
         kind=sizes["model_type"],
         depth=sizes["encoder_layers"],

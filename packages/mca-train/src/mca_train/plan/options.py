@@ -92,7 +92,9 @@ class PlanOptions:
         if self.search and (self.dry_run or self.plot is not None):
             raise UsageError("--search excludes --dry_run and --plot; plan a layout that it prints with them")
         if self.hardware is not None and self.device is None:
-            raise UsageError("--hardware FILE does nothing without --device NAME, which it may define")
+            raise UsageError(
+                "--hardware FILE does nothing without --device NAME, which it may define; add --device"
+            )
 
     def render_impossible(self, problems: Sequence[str]) -> str:
         """Return the text, or the JSON object, about a run that no hardware can run."""
