@@ -76,6 +76,7 @@ def test_verify_names_the_one_element_that_differs(tiny, tmp_path: Path) -> None
     assert (found.elements, found.index) == (1, (3, 5))
     assert found.values[1] - found.values[0] == pytest.approx(found.largest) == pytest.approx(0.5)
     assert verify(mca, changed, tolerance=0.6).same
+    assert not verify(mca, changed, tolerance=0).same
 
 
 def test_inspect_describes_every_kind(tiny, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from mca_models.lora import AdapterConfig, rules_for_training
 from mca_models.lora.rules import AdapterRules
 from mca_models.megatron.names import LocalParam
 from mca_models.megatron.peft.attach import Attached, LinearGroups, attach, detach, warn_unused_dropout
+from mca_models.megatron.peft.initialization import initial_values
 from mca_models.megatron.peft.linear import Cut, LoraLinear, LoraPart
 from mca_models.templates import config_from_hf, get_family
 
@@ -226,3 +227,20 @@ def test_factors_are_summed_over_the_ranks_of_their_base(
     module = LoraLinear([LoraPart("q", 2, 1.0, 4)], Cut("rows", Alone()), base)
     found = [vars(factor)["allreduce"] for factor in module.parameters()]
     assert found == [summed_over_data] * 2
+
+
+@pytest.mark.parametrize(("start", "deviation"), [(True, 1 / (3 * 400) ** 0.5), ("gaussian", 1 / 8)])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_new_factors_have_the_deviation_of_pefts(start: bool | str, deviation: float, seed: int) -> None:
+    rules = rules_of("llama", ["q_proj"])
+    config = AdapterConfig.from_dict(
+        {"peft_type": "LORA", "r": 8, "target_modules": ["q_proj"], "init_lora_weights": start}
+    )
+    draw, pair = initial_values(config, seed), rules.factors[0]
+    values = draw(pair.a, (8, 400))
+    assert values.std() == pytest.approx(
+        deviation, rel=0.05
+    )  # of 3,200 numbers: 4 deviations of the estimate
+    assert start == "gaussian" or abs(values).max() <= 1 / 20
+    assert (draw(pair.a, (8, 400)) == values).all() and not draw(pair.b, (5, 8)).any()
+    assert (initial_values(config, seed + 1)(pair.a, (8, 400)) != values).any()
