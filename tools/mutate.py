@@ -339,10 +339,7 @@ def run(planted: list[Mutation], options: argparse.Namespace) -> Iterator[Verdic
             stack.callback(bench.close)
             benches.put(bench)
         if gone := reached.keep(bench.tests):
-            print(
-                f"{len(gone)} tests of the map no longer exist: {', '.join(gone[:3])} ...; run `map` again",
-                file=sys.stderr,
-            )
+            print(f"{len(gone)} tests of the map no longer exist, {gone[0]} among them", file=sys.stderr)
 
         def judge(mutation: Mutation) -> Verdict:
             bench = benches.get()

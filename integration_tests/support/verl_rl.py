@@ -28,9 +28,11 @@ PROMPTS, ANSWERS, LENGTH = 4, 2, 12
 """Prompts of an iteration, answers to each, and tokens of an answer."""
 
 
-def new_worker(config: DictConfig, model_type: str = "language_model") -> TrainingWorker:
+def new_worker(
+    config: DictConfig, model_type: str = "language_model", kind: type[TrainingWorker] = TrainingWorker
+) -> Any:
     """Return an initialized worker of the engine in ``config``, without a loss."""
-    worker = TrainingWorker(
+    worker = kind(
         TrainingWorkerConfig(
             model_type=model_type,
             model_config=omega_conf_to_dataclass(config.model),

@@ -17,7 +17,7 @@ from mca_config.printable import printable
 from mca_convert import output
 from mca_convert.cli import main
 from mca_convert.commands import _layout
-from mca_convert.flags import byte_count
+from mca_convert.flags import byte_count, program
 from mca_models.storage import atomic
 
 
@@ -261,10 +261,52 @@ def test_what_cannot_be_written_is_foreseen(source: Path, tmp_path: Path, capsys
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(("size", "sequence"), [(1, None), (2, True), (4, True)])
+@pytest.mark.parametrize(
+    ("sizes", "sequence"),
+    [
+        ({"pipeline_model_parallel_size": 2}, None),
+        ({"tensor_model_parallel_size": 1}, None),
+        ({"tensor_model_parallel_size": 2}, True),
+        ({"tensor_model_parallel_size": 4}, True),
+    ],
+)
 def test_sequence_parallelism_that_experts_need_is_no_news_of_a_conversion(
-    size: int, sequence: bool | None
+    sizes: dict[str, int], sequence: bool | None
 ) -> None:
-    layout = _layout(Parser("mca-convert"), Namespace(tensor_model_parallel_size=size))
+    layout = _layout(Parser("mca-convert"), Namespace(**sizes))
     assert layout is not None
     assert layout.sequence_parallel is sequence
+
+
+_CONVERSION = {
+    "checkpoint_path": None,
+    "output_path": "o",
+    "to": None,
+    "adapter_path": None,
+    "merge": False,
+    "dtype": None,
+    "fp8": False,
+    "max_shard_size": 5_000_000_000,
+    "overwrite": False,
+    "workers": None,
+    "memory_limit": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "defaults"),
+    [
+        ("convert", ["--output_path", "o"], _CONVERSION | {"push_to_hub": None, "quiet": False}),
+        ("plan", ["--output_path", "o"], _CONVERSION | {"json": False, "values": False}),
+        ("plan", [], _CONVERSION | {"output_path": None, "json": False, "values": False}),
+        ("inspect", ["p"], {"path": "p", "json": False, "values": False, "top": 5}),
+        (
+            "verify",
+            ["a", "b"],
+            {"first": "a", "second": "b", "tolerance": None, "json": False, "quiet": False}
+            | {"workers": None, "memory_limit": None},
+        ),
+    ],
+)
+def test_defaults_of_all_flags(command: str, words: list[str], defaults: dict[str, object]) -> None:
+    assert vars(program().parser(command).read(words)) == defaults

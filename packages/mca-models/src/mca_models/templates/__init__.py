@@ -121,6 +121,7 @@ _IN_ITS_FILE = (
     "minimax_m2",
     "deepseek_vl",
     "exaone4_5",
+    "jamba",
     "kimi_k25",
     "llama4",
     "llava",

@@ -291,6 +291,10 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
         "MiniMax-Text-01: lightning attention in most layers, a residual stream through the norms with factors, MoE",
         "our lightning attention",
     ),
+    "jamba": (
+        "Mamba 1 in most layers, attention without RoPE, MoE in every other layer",
+        "our Mamba 1 layer",
+    ),
     "bailing_hybrid": (
         "Ling 3: Kimi delta attention with a bounded decay, MLA with a gate for each head, DeepSeek V3's MoE",
         "our Kimi delta attention, MLA with a gate",
@@ -328,7 +332,7 @@ _REASONS: Mapping[str, str] = {
     "parallel attention and MLP, and one q, k, v tensor interleaved by tensor rank": "codegen",
     "another kind of bias on attention and MLP": "gpt_neox_japanese",
     "state space or recurrent layers, alone or between attention layers": (
-        "falcon_mamba jamba mamba mamba2 recurrent_gemma rwkv xlstm zamba zamba2"
+        "falcon_mamba mamba mamba2 recurrent_gemma rwkv xlstm zamba zamba2"
     ),
     "short convolutions in place of attention, or before it": ("inkling2_text inkling_text zaya"),
     "two kinds of MLA, with an indexer and with a sliding window": "dots3_note_text",

@@ -18,7 +18,7 @@ from mca_models.templates import get_family
 from mca_models.templates.parts.vision_tower import AudioTower
 from mca_train.data.audio_files import AudioFacts, AudioFile, require_audio_packages
 from mca_train.data.grids import Grid
-from mca_train.data.image_tokens import require_unchanged
+from mca_train.data.image_tokens import load_processor, require_unchanged
 from mca_train.types import ImageProcessor
 
 if TYPE_CHECKING:
@@ -216,7 +216,10 @@ def audio_tokens(
         raise UsageError(f"a {config.model_type} model does not support audio; remove it from the rows")
     token = placeholders(vision).get("audio")
     if token is None:
-        raise UsageError(f"config.json: audio_token_id is missing, the placeholder of {config.model_type}")
+        raise UsageError(
+            f"config.json: audio_token_id is missing, the placeholder of {config.model_type}"
+            "; take the config.json that was published with the model"
+        )
     require_audio_packages()
     if part.audio.marks is None:
         return AudioTokens(_extractor(directories), token, part.audio, config, options)
@@ -227,10 +230,8 @@ def audio_tokens(
 def _extractor(directories: Sequence[Path]) -> ImageProcessor:
     from transformers import AutoFeatureExtractor
 
-    reasons = []
-    for directory in directories:
-        try:
-            return AutoFeatureExtractor.from_pretrained(directory)
-        except (OSError, ValueError, KeyError, ImportError) as error:
-            reasons.append(f"{directory}: {' '.join(str(error).split())[:200]}")
-    raise UsageError(f"rows have audio, and there is no feature extractor: {'; '.join(reasons)}")
+    return load_processor(
+        directories,
+        AutoFeatureExtractor.from_pretrained,
+        "rows have audio, and there is no feature extractor",
+    )

@@ -5,13 +5,14 @@ Kinds of tokens are in `patch_grids`, `image_tiles` and `pooled_patches`; `image
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from mca_config.errors import McaError
+from mca_config.errors import McaError, UsageError
 from mca_models.media import ImageSpan
 from mca_train.data.grids import Grid
 from mca_train.types import ImageProcessor
@@ -106,3 +107,20 @@ def require_unchanged(place: str, grid: Grid, now: Grid) -> None:
             f"{place} had {grid} tokens when rows were read, and has {now} now; do not change files during training, "
             "and empty tokenized_cache, which keeps sizes"
         )
+
+
+def load_processor(
+    directories: Sequence[Path], load: Callable[[Path], ImageProcessor], missing: str
+) -> ImageProcessor:
+    """Return the processor of media in the first of ``directories`` that has one; ``missing`` says that none has.
+
+    Raises:
+        UsageError: None has one that can be loaded.
+    """
+    reasons = []
+    for directory in directories:
+        try:
+            return load(directory)
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            reasons.append(f"{directory}: {' '.join(str(error).split())[:200]}")
+    raise UsageError(f"{missing}: {'; '.join(reasons)}")

@@ -150,7 +150,10 @@ class LineTokens(ImageTokens):
         ratio = max(height / longest, width / longest, 1.0)
         sides = (height, width) if ratio == 1 else (int(height / ratio), int(width / ratio))
         if not min(sides):
-            raise McaError(f"an image of {width} x {height} pixels cannot be used: it is too narrow")
+            raise McaError(
+                f"an image of {width} x {height} pixels cannot be used: it is too narrow"
+                "; remove the row or crop the image"
+            )
         return Grid((sides[0] - 1) // self._side + 1, (sides[1] - 1) // self._side + 1)
 
     def _made(self, made: dict[str, Tensor]) -> list[Grid]:

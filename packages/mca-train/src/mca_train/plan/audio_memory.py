@@ -212,7 +212,9 @@ def _clips(
     most = 2 * (sizes.get("max_source_positions") or sizes.get("max_position_embeddings") or 1500)
     longest = most / kind.rate if kind.window and not kind.windows else kind.seconds
     if longest is not None and frames > longest * kind.rate:
-        raise UsageError(f"--clip_seconds {seconds:g}: {config.model_type} hears {longest:g} seconds")
+        raise UsageError(
+            f"--clip_seconds {seconds:g}: {config.model_type} hears {longest:g} seconds; set at most that"
+        )
     full, rest = divmod(frames, most) if kind.windows else (0, frames)
     windows = full + (rest > 0)
     if tower.mask is None:  # all frames of a window count

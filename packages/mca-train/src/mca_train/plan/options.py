@@ -94,7 +94,9 @@ class PlanOptions:
         if self.search and (self.dry_run or self.plot is not None):
             raise UsageError("--search excludes --dry_run and --plot; plan a layout that it prints with them")
         if self.hardware is not None and self.device is None:
-            raise UsageError("--hardware FILE does nothing without --device NAME, which it may define")
+            raise UsageError(
+                "--hardware FILE does nothing without --device NAME, which it may define; add --device"
+            )
 
     def _check_media(self) -> None:
         """Raise an error for a number of media that makes no sense."""

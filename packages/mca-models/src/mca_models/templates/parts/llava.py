@@ -104,7 +104,10 @@ def tiled_tokens(config: McaModelConfig, height: int, width: int, *, clip: bool 
         if ratio > 1.1:
             rows, columns = int(rows // ratio), int(columns // ratio)
     if not rows * columns:
-        raise McaError(f"an image of {width} x {height} pixels cannot be used: it is too narrow")
+        raise McaError(
+            f"an image of {width} x {height} pixels cannot be used: it is too narrow"
+            "; remove the row or crop the image"
+        )
     return side**2 + rows * columns + rows
 
 
