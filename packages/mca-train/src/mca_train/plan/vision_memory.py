@@ -16,7 +16,7 @@ from mca_config.types import Values
 from mca_models.media import tile_order
 from mca_models.templates import get_family
 from mca_models.templates.parts.layer_costs import SINGLE, SavedTensor
-from mca_models.templates.parts.llava import tiles_of_size
+from mca_models.templates.parts.llava import count_tiles
 from mca_train.plan.sizes import Sizes
 
 if TYPE_CHECKING:
@@ -398,7 +398,7 @@ def _extent(config: McaModelConfig, tower: VisionTower, pixels: int, count: int)
         return None
     if count > 1 and family.tokens_together is not None:
         return Extent(family.tokens_together(config))
-    return Extent(family.tokens_of_size(config, pixels, pixels), tiles_of_size(config, pixels, pixels))
+    return Extent(family.tokens_of_size(config, pixels, pixels), count_tiles(config, pixels, pixels))
 
 
 def plan_videos(

@@ -111,7 +111,7 @@ def tiled_tokens(config: McaModelConfig, height: int, width: int, *, clip: bool 
     return side**2 + rows * columns + rows
 
 
-def tiles_of_size(config: McaModelConfig, height: int, width: int) -> int:
+def count_tiles(config: McaModelConfig, height: int, width: int) -> int:
     """Return the tiles of an image of ``height`` times ``width`` pixels, with the one of the whole image."""
     about, vision = vision_values(config)
     rows, columns = best_resolution(height, width, about.pairs("image_grid_pinpoints", _GRIDS))
