@@ -85,7 +85,7 @@ def test_references_are_not_trivial(case: str, tmp_path: Path) -> None:
     tower = {
         name: x
         for name, x in gradients.items()
-        if re.search("visual|(vision|audio)_(tower|model|embedder)", name)
+        if re.search("visual|(vision|audio)_(tower|model|embedder|encoder)", name)
         and not (case.endswith("-video") and "audio" in name)
     }
     assert len(tower) > 8

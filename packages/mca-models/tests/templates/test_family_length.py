@@ -24,7 +24,6 @@ LONGER = {
             "kimi_k25",
             "llama4",
             "minimax_m3_vl",
-            "mistral3",
             "ovis2",
             "qwen2_vl",
         ),

@@ -123,6 +123,7 @@ _IN_ITS_FILE = (
     "exaone4_5",
     "jamba",
     "kimi_k25",
+    "lighton_ocr",
     "llama4",
     "llava",
     "llava_next",

@@ -235,6 +235,7 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
     ),
     "cohere2_vision": ("Command A Vision: `cohere2` with a SigLIP vision model", "as of the text part"),
     "aya_vision": ("`cohere2` with a SigLIP vision model", "as of the text part"),
+    "lighton_ocr": ("LightOnOCR: `qwen3` with the vision model of `mistral3`", "as of the text part"),
     "llama4": ("`llama4_text` with a vision model", "as of the text part"),
     "deepseek_vl": ("`llama` with a SigLIP vision model", "as of the text part"),
     "exaone4_5": ("`exaone4` with a vision model", "as of the text part"),
@@ -350,7 +351,7 @@ _REASONS: Mapping[str, str] = {
     ),
     "a vision model that mca does not know; its text part is of a supported type": (
         "aria deepseek_vl_hybrid fast_vlm hyperclovax_vision_v2 "
-        "idefics2 lfm3_vl lighton_ocr llava_next_video "
+        "idefics2 lfm3_vl llava_next_video "
         "minicpm_ocr minicpmv4_6 minicpmv4_7 nemotron_h_omni perception_lm pp_chart2table qianfan_ocr "
         "video_llama_3 video_llava"
     ),

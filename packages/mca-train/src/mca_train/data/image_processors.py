@@ -29,7 +29,7 @@ from mca_train.data.image_tiles import (
     WordMarkTokens,
 )
 from mca_train.data.image_tokens import ImageTokens, load_processor
-from mca_train.data.patch_grids import LineTokens, PaddedPatchTokens, PatchTokens
+from mca_train.data.patch_grids import LineTokens, PaddedPatchTokens, PatchTokens, WholeLineTokens
 from mca_train.data.placeholders import VIDEO_TAG
 from mca_train.data.pooled_patches import PooledTokens
 from mca_train.types import ImageProcessor
@@ -245,6 +245,14 @@ def _lines(
     return LineTokens(processor, token, side, (row_end, last))
 
 
+def _whole_lines(
+    processor: ImageProcessor, token: int, config: McaModelConfig, tokenizer: "PreTrainedTokenizerBase"
+) -> ImageTokens:
+    vision = _vision(config)
+    patch, merge = vision["vision_config"].get("patch_size", 16), vision.get("spatial_merge_size", 2)
+    return WholeLineTokens(processor, token, patch, merge)
+
+
 def _fixed(
     processor: ImageProcessor, token: int, config: McaModelConfig, tokenizer: "PreTrainedTokenizerBase"
 ) -> ImageTokens:
@@ -270,6 +278,7 @@ _MAKERS: Mapping[str, _Maker] = {
     "padded_patches": _padded_patches,
     "tiles": _tiles,
     "lines": _lines,
+    "whole_lines": _whole_lines,
     "fixed": _fixed,
     "pooled": _pooled,
     "plain": _plain,
