@@ -102,6 +102,7 @@ BATCH_ERRORS = (
     "verl's batch: a qwen2_5_vl model takes no media; pass text only",
     "verl's batch has audio_features; expected images and videos as image_grid_thw, pixel_values",
     "verl's batch has position_ids that mca does not have",
+    "the placeholder of images, but no multi_modal_inputs",
     "verl's batch has position_ids that mca does not have",
 )
 
@@ -208,6 +209,8 @@ def fsdp(request: pytest.FixtureRequest, inputs: Path) -> Path:
         jobs.append(critic_of(sft_job(inputs, "critic-fsdp", 2, *FSDP)))
     if selected(request, test_a_reward_model_as_critic_has_its_values):
         jobs.append(critic_of(sft_job(inputs, "reward-fsdp", 2, *FSDP), model="reward"))
+    if selected(request, test_grpo_on_images_and_videos_has_the_losses_of_the_fsdp_engine):
+        jobs.append(media_of(sft_job(inputs, "media-fsdp", 2, *FSDP)))
     if selected(request, test_a_step_takes_the_gradients_of_several_calls):
         jobs.append(tinker_of(sft_job(inputs, "tinker-fsdp", 2, *FSDP)))
     if selected(request, test_grpo_of_experts_has_the_losses_of_the_fsdp_engine):
@@ -261,6 +264,8 @@ def rl_jobs(request: pytest.FixtureRequest, inputs: Path) -> Iterator[dict[str, 
     for layout in ids_of(request, test_grpo_of_experts_has_the_losses_of_the_fsdp_engine):
         moe = layout_job(inputs, layout, f"model.path={inputs}/moe", name=f"grpo-moe-{layout}")
         yield grpo_of(moe) | {"delta": True}
+    for layout in ids_of(request, test_grpo_on_images_and_videos_has_the_losses_of_the_fsdp_engine):
+        yield media_of(layout_job(inputs, layout, *MEDIA[layout], name=f"media-{layout}"))
     for layout in ids_of(request, test_a_step_takes_the_gradients_of_several_calls):
         yield tinker_of(layout_job(inputs, layout, *TINKER[layout], name=f"tinker-{layout}"))
     for case in ids_of(request, test_offloading_changes_no_bit):
@@ -312,6 +317,13 @@ OFFLOADS: dict[str, tuple[str, ...]] = {
 """Options of GRPO runs with offload; main parameters are views of the model's buffers, shards, or full copies."""
 
 
+MEDIA: dict[str, tuple[str, ...]] = {
+    "dp2": ("model.use_remove_padding=false",),
+    "tp2": (),
+    "pp2": (),
+    "cp2": (),
+}
+"""Options of the runs on images and videos."""
 TINKER: dict[str, tuple[str, ...]] = {
     "dp2": ("engine.param_offload=true", "engine.optimizer_offload=true"),
     "tp2": ("engine.use_distributed_optimizer=false",),
@@ -332,6 +344,12 @@ def offload_jobs(folder: Path, case: str) -> list[dict[str, Any]]:
 def tinker_of(job: dict[str, Any]) -> dict[str, Any]:
     """Return ``job`` as steps of verl's Tinker worker."""
     return job | {"kind": "tinker", "iterations": 3}
+
+
+def media_of(job: dict[str, Any]) -> dict[str, Any]:
+    """Return ``job`` as iterations of GRPO of a Qwen2.5-VL on prompts with images, with a video, and without."""
+    changed = [*job["overrides"], f"model.path={Path(job['log']).parent}/vision"]
+    return grpo_of(job | {"overrides": changed}) | {"media": True}
 
 
 def grpo_of(job: dict[str, Any]) -> dict[str, Any]:
@@ -495,6 +513,13 @@ def test_a_critic_with_lora_trains_its_head_too(mca):
 def test_grpo_of_experts_has_the_losses_of_the_fsdp_engine(layout, mca, fsdp):
     for changed, equal in same_iterations(mca, f"grpo-moe-{layout}", "grpo-moe-fsdp"):
         assert changed > 0 and equal
+
+
+@pytest.mark.cases(0, always=["tp2"])
+@pytest.mark.parametrize("layout", MEDIA)
+def test_grpo_on_images_and_videos_has_the_losses_of_the_fsdp_engine(layout, mca, fsdp):
+    """verl's agent loop makes the inputs of images and videos."""
+    same_iterations(mca, f"media-{layout}", "media-fsdp")
 
 
 @pytest.mark.cases(0, always=["dp2"])
