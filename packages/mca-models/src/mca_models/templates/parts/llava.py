@@ -111,6 +111,14 @@ def tiled_tokens(config: McaModelConfig, height: int, width: int, *, clip: bool 
     return side**2 + rows * columns + rows
 
 
+def count_tiles(config: McaModelConfig, height: int, width: int) -> int:
+    """Return the tiles of an image of ``height`` times ``width`` pixels, with the one of the whole image."""
+    about, vision = vision_values(config)
+    rows, columns = best_resolution(height, width, about.pairs("image_grid_pinpoints", _GRIDS))
+    tile = vision.size("image_size", 224)
+    return int(1 + rows // tile * (columns // tile))
+
+
 def _most_tiles(about: VisionValues) -> int:
     """Return the number of tiles whose features a larger picture is shrunk to, 0 if there is none."""
     kind = str(about.values.get("vision_aspect_ratio", ""))
