@@ -28,6 +28,8 @@ SIZES = {
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
 
+MODELS = {"model": Qwen3Config(**SIZES), "moe": Qwen3MoeConfig(**SIZES, **EXPERTS)}
+
 
 def tokenizer() -> PreTrainedTokenizerFast:
     """One token for each byte, and the marks of a conversation."""
@@ -49,16 +51,21 @@ def write(name: str, rows: list[dict[str, object]]) -> None:
 
 
 def main() -> None:
-    for name, config in (("model", Qwen3Config(**SIZES)), ("moe", Qwen3MoeConfig(**SIZES, **EXPERTS))):
+    for name, config in MODELS.items():
         AutoModelForCausalLM.from_config(config).save_pretrained(name)
         tokenizer().save_pretrained(name)
     sums = [(f"{a} + {b} = ", str(a + b)) for a in range(8) for b in range(8)]
     write("text.jsonl", [{"text": question + answer} for question, answer in sums])
-    write("held_out.jsonl", [{"text": question + answer} for question, answer in sums[::9]])
+    write("eval.jsonl", [{"text": question + answer} for question, answer in sums[::9]])
     turns = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in sums]
     write("chat.jsonl", [{"messages": some} for some in turns])
     write("alpaca.jsonl", [{"instruction": "Add.", "input": q, "output": a} for q, a in sums[:16]])
     write("pairs.jsonl", [{"prompt": q, "chosen": a, "rejected": f"{a}0"} for q, a in sums])
+    liked = [(q, a if number % 2 else f"{a}0", bool(number % 2)) for number, (q, a) in enumerate(sums)]
+    write("liked.jsonl", [{"prompt": q, "completion": a, "label": good} for q, a, good in liked])
+    names = ("negative", "positive")
+    write("classes.jsonl", [{"text": q, "label": names[int(a) > 7]} for q, a in sums])
+    print("wrote the models", *MODELS, "and", *sorted(map(str, Path("data").glob("*.jsonl"))))
 
 
 if __name__ == "__main__":

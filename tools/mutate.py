@@ -36,7 +36,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tools.mutation.operators import Mutation, compiles, mutations  # noqa: E402  (after the path, for `uv run tools/mutate.py`)
+# after the path, for `uv run tools/mutate.py`
+from tools.mutation.operators import Mutation, compiles, mutations  # noqa: E402
+from tools.mutation.reached_tests import TestMap  # noqa: E402
 
 MAP = ROOT / ".pytest_cache" / "test_map"
 EQUIVALENT = Path(__file__).parent / "mutation" / "equivalent.json"
@@ -145,59 +147,6 @@ def changed(base: str, found: Iterable[Mutation]) -> list[Mutation]:
     return [mutation for mutation in found if (mutation.path, mutation.line) in lines]
 
 
-class TestMap:
-    """Tests that reach a function, and their CPU seconds."""
-
-    def __init__(self, folder: Path) -> None:
-        self.seconds: Counter[str] = Counter()
-        self.module: dict[str, str] = {}
-        self.keys: dict[str, set[str]] = {}
-        self.uses: dict[str, list[str]] = {}
-        self.users: dict[str, set[str]] = {}
-        for path in folder.glob("*.json"):
-            for record in json.loads(path.read_text()):
-                self._add(record)
-
-    def _add(self, record: dict[str, Any]) -> None:
-        key = record["key"].removesuffix(f"@{Path(record['module']).stem}")  # the group of pytest-xdist
-        self.seconds[key] += record["seconds"]
-        if "::" in key:
-            self.module[key] = record["module"]
-            self.uses.setdefault(key, []).extend(record["uses"])
-            for fixture in record["uses"]:
-                self.users.setdefault(fixture, set()).add(key)
-        for function in record["functions"]:
-            self.keys.setdefault(function, set()).add(key)
-
-    def reaching(self, mutation: Mutation, limit: float) -> list[str]:
-        """Return the tests that reach ``mutation``, the cheapest up to ``limit`` CPU seconds, one module after another.
-
-        A test costs its own seconds and those of the shared fixtures that no test chosen before has used. What only
-        an import calls, as tables do, is reached by the tests that are named after its file.
-        """
-        keys = self.keys.get(f"{mutation.path}:{mutation.function_line}", set())
-        found = {each for key in keys for each in (self.users.get(key, ()) if "|" in key else (key,))}
-        found = found or {test for test in self.module if Path(mutation.path).stem in test}
-        paid: set[str] = set()
-        chosen: dict[str, list[str]] = {}
-        total = 0.0
-        for test in sorted(found, key=lambda each: (self._cost(each, paid), each)):
-            cost = self._cost(test, paid)
-            if chosen and total + cost > limit:
-                continue
-            total += cost
-            paid.update(self.uses[test])
-            chosen.setdefault(self.module[test], []).append(test)
-        return [test for tests in chosen.values() for test in tests]
-
-    def _cost(self, test: str, paid: set[str]) -> float:
-        return self.seconds[test] + sum(self.seconds[each] for each in set(self.uses[test]) - paid)
-
-    def limit(self, test: str) -> float:
-        """Return how many seconds ``test`` may take on a busy machine before it counts as failed."""
-        return 30 + 12 * self._cost(test, set())
-
-
 class Bench:
     """One copy of the working tree in which faults are planted, and the process that runs tests there."""
 
@@ -220,7 +169,7 @@ class Bench:
         os.close(requests)
         os.close(answers)
         self.requests, self.answers = os.fdopen(write, "w"), os.fdopen(read)
-        self.entered = set(self._receive()["entered"])
+        self.entered, self.tests = (set(names) for names in self._receive().values())
 
     def close(self) -> None:
         """End the process."""
@@ -265,7 +214,7 @@ class Bench:
         with tempfile.NamedTemporaryFile(suffix=".py") as faulty:
             Path(faulty.name).write_bytes((self.tree / mutation.path).read_bytes())
             answer = self._ask(mutation.path, faulty.name, tests)
-        early = f"{mutation.path}:{mutation.function_line}" in self.entered
+        early = f"{mutation.path}:{mutation.function}" in self.entered
         if "unplanted" in answer or (early and not answer["test"]):
             return self._in_new_process(tests)
         return answer
@@ -349,13 +298,27 @@ def _copy(tree: Path) -> Path:
     return tree
 
 
-def record_map(words: list[str]) -> int:
-    """Run the default tests once, with the recorder of `tools.mutation.recorder`."""
-    shutil.rmtree(MAP, ignore_errors=True)
-    MAP.mkdir(parents=True)
-    environment = os.environ | {"MCA_TEST_MAP": str(MAP), "PYTHONPATH": _import_path(ROOT)}
-    command = [sys.executable, "-m", "pytest", "-p", "tools.mutation.recorder", "-q", *words]
-    return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
+def record_map(folder: Path, words: list[str]) -> int:
+    """Run the default tests that ``folder`` has no records of, with the recorder of `tools.mutation.recorder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    environment = os.environ | {"MCA_TEST_MAP": str(folder.resolve()), "PYTHONPATH": _import_path(ROOT)}
+    command = [sys.executable, "-m", "pytest", "-q"]
+    listed = subprocess.run(
+        [*command, "-n", "0", "--collect-only"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+    known = TestMap(folder, ROOT).module
+    new = [line for line in listed if "::" in line and line not in known]
+    print(f"{len(known)} tests are recorded, {len(new)} are new")
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as names:
+        names.write("\n".join(new))
+        names.flush()
+        command += ["-p", "tools.mutation.recorder", *words, f"@{names.name}"]
+        return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode if new else 0
 
 
 def run(planted: list[Mutation], options: argparse.Namespace) -> Iterator[Verdict]:
@@ -364,7 +327,7 @@ def run(planted: list[Mutation], options: argparse.Namespace) -> Iterator[Verdic
     known = {json.loads(line)["identity"] for line in out.read_text().splitlines()} if out.exists() else set()
     waiting = [mutation for mutation in planted if mutation.identity not in known]
     waiting = [each for each in waiting if compiles(each.apply((ROOT / each.path).read_bytes()))]
-    reached = TestMap(options.map)
+    reached = TestMap(options.map, ROOT)
     with (
         tempfile.TemporaryDirectory(prefix="mca-mutate-") as folder,
         ThreadPoolExecutor(options.jobs) as pool,
@@ -375,6 +338,8 @@ def run(planted: list[Mutation], options: argparse.Namespace) -> Iterator[Verdic
         for bench in pool.map(lambda tree: Bench(tree, options.marks, reached.limit), trees):
             stack.callback(bench.close)
             benches.put(bench)
+        if gone := reached.keep(bench.tests):
+            print(f"{len(gone)} tests of the map no longer exist, {gone[0]} among them", file=sys.stderr)
 
         def judge(mutation: Mutation) -> Verdict:
             bench = benches.get()
@@ -397,8 +362,11 @@ def arguments() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    mapping = commands.add_parser("map", help="record which tests reach which functions")
+    mapping = commands.add_parser("map", help="record which functions the tests reach that the map lacks")
     mapping.add_argument("words", nargs="*", help="arguments for pytest, after --")
+    mapping.add_argument(
+        "--map", type=Path, default=MAP, help="folder with the records; remove it to start again"
+    )
     for name, text in {"run": "plant faults and judge them", "list": "print what run would plant"}.items():
         command = commands.add_parser(name, help=text)
         command.add_argument("--count", type=int, default=300, help="number of faults (default: 300)")
@@ -429,7 +397,7 @@ def main(words: list[str]) -> int:
     """Run the command; return 1 if a fault survived."""
     options = arguments().parse_args(words)
     if options.command == "map":
-        return record_map(options.words)
+        return record_map(options.map, options.words)
     found = candidates(options.path)
     if options.changed:
         found = changed(options.changed, found)

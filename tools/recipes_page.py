@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from mca_config.page_tables import update_document
+from mca_config.reference import update_document
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE, FOLDER = ROOT / "docs" / "recipes.md", ROOT / "recipes"

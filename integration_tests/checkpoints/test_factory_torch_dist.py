@@ -37,6 +37,7 @@ CASES = (
     Case("deepseek_v3", "pp2ep2", ("tp2ep1sp",)),
     Case("qwen3_next", "tp2", ("pp2",)),
     Case("kimi_linear", "tp2", ("pp2",)),
+    Case("bailing_hybrid", "tp2", ("pp2",)),
     Case("nemotron_h-dense", "tp2", ("pp2",)),
     Case("lfm2", "tp2", ("pp2",)),
     Case("minimax", "tp2", ("pp2",)),
@@ -50,8 +51,12 @@ TESTED = pytest.mark.cases(0, always=[case.id for case in DEFAULT])
 
 
 def _hf(family: str) -> str:
-    """DeepSeek's expert bias is always fp32 where it is trained, and Kimi's."""
-    return f"{family}-float32" if family in ("deepseek_v3", "kimi_linear") else f"{family}-bfloat16"
+    """DeepSeek's expert bias is always fp32 where it is trained, and Kimi's and Ling's."""
+    return (
+        f"{family}-float32"
+        if family in ("bailing_hybrid", "deepseek_v3", "kimi_linear")
+        else f"{family}-bfloat16"
+    )
 
 
 def _saved(folder: Path, case: Case) -> Path:

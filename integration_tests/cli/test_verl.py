@@ -87,8 +87,9 @@ BATCH_ERRORS = (
     "verl's batch has distillation_use_topk",
     "verl's batch has calculate_sum_pi_squared",
     "verl's batch has padded input_ids; set data.pad_mode to no_padding",
-    "verl's batch has images or videos, which mca takes from verl for Qwen's vision-language models only",
+    "verl's batch: a qwen2_5_vl model takes no media; pass text only",
     "verl's batch has audio_features; expected images and videos as image_grid_thw, pixel_values",
+    "verl's batch has position_ids that mca does not have",
     "verl's batch has position_ids that mca does not have",
 )
 

@@ -268,7 +268,10 @@ def test_wrong_experts_are_one_error_on_all_ranks(tmp_path: Path) -> None:
     paths = [make_reference(kind, tmp_path).path for kind in ("qwen3_moe", "qwen3")]
     said, other = run_ranks(2, rejected, *paths)
     assert other == said
-    differ = "log_probs: ranks 0 and 1, of one replica, have different routed_experts; broadcast them with the tokens"
+    differ = (
+        "log_probs: ranks 0 and 1, of one replica, have different routed_experts or media; broadcast them with the "
+        "tokens"
+    )
     fused = "routed_experts are not supported with moe_router_"
     assert said[:2] == [differ, differ]
     assert said[2].startswith(

@@ -77,6 +77,7 @@ PACKED_FAMILIES = tuple(
         [
             *("gpt_oss", "gemma3-two-ropes", "olmo2", "qwen3_5_text", "nemotron_h-dense", "deepseek_v32"),
             *(
+                "bailing_hybrid",
                 "gemma4_text",
                 "gpt2",
                 "granite_swa",
@@ -179,6 +180,16 @@ IMAGES = tuple(
     if not (case.model in ("qwen3_vl", "qwen3_vl_moe") and "vpp2" in case.layout)
 )
 """Losses and gradients of rows with images and videos."""
+MEDIA_LOG_PROBS = tuple(
+    case
+    for case in (
+        *product(DENSE_VISION, ("tp1", "tp2sp", "pp2", "cp2")),
+        *product(VIDEOS, ("tp1", "tp2sp", "pp2", "cp2")),
+        *product(SPARSE_VISION, ("tp1", "ep2", "cp2")),
+        *product(SPARSE_VIDEOS, ("tp1",)),
+    )
+)
+"""Logits and log-probabilities of rows with media."""
 IMAGE_STEPS = (
     *(
         Case(model, layout, ("distributed-optimizer",))

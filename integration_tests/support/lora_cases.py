@@ -134,6 +134,24 @@ ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
             "target_parameters": STACKED,
         },
     ),
+    **{
+        case: (
+            case,
+            {
+                "target_modules": [
+                    "kv_a_proj_with_mqa",
+                    "b_proj",
+                    "f_proj",
+                    "g_proj",
+                    "q_proj",
+                    "kv_b_proj",
+                    "o_proj",
+                ],
+                "target_parameters": STACKED,
+            },
+        )
+        for case in ("bailing_hybrid", "bailing_hybrid-unbounded")
+    },
     "minimax": (
         "minimax",
         {

@@ -2,10 +2,11 @@
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 
@@ -28,6 +29,28 @@ LAYOUTS = {
 def judged_answers(said: str) -> dict[str, str]:
     """Return a better and a worse answer."""
     return {"chosen": said, "rejected": f"not {said} at all"}
+
+
+def files_by_kind(
+    rows: Iterable[tuple[str, str, Mapping[str, list[str]]]], good: Iterable[bool]
+) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of each kind of run.
+
+    Args:
+        rows: Question, answer and files of each row.
+        good: The label of each answer.
+    """
+    found: dict[str, list[dict[str, Any]]] = {"sft": [], "dpo": [], "kto": []}
+    for (asked, said, files), label in zip(rows, good, strict=True):
+        prompt = {"prompt": [{"role": "user", "content": asked}], **files}
+        sides = {
+            side: [{"role": "assistant", "content": answer}] for side, answer in judged_answers(said).items()
+        }
+        turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
+        found["sft"].append({"messages": turns, **files})
+        found["dpo"].append({**prompt, **sides})
+        found["kto"].append({**prompt, "completion": sides["chosen"], "label": label})
+    return found
 
 
 def run_training(
@@ -81,3 +104,53 @@ def adamw_losses(model: Any, loss: Callable[[], torch.Tensor]) -> list[float]:
         optimizer.step()
         losses.append(float(total.detach()))
     return losses
+
+
+def require_judged_as_in_transformers(
+    folder: Path,
+    layout: str,
+    load: Callable[[], Any],
+    inputs: Callable[[str, Sequence[str], str], Row],
+    rows: Sequence[tuple[str, tuple[str, ...], str]],
+    good: Sequence[bool],
+) -> None:
+    """Compare the losses of DPO and of KTO on rows with media with those of transformers.
+
+    Args:
+        folder: The checkpoint and the rows.
+        layout: A key of ``LAYOUTS``.
+        load: Returns a new copy of transformers' model.
+        inputs: Returns transformers' inputs from the question, the media and the answer of a row.
+        rows: Question, media and answer of each row.
+        good: The label of each answer, for KTO.
+    """
+    words = (*LAYOUTS[layout], "--save_hf_model", "false")
+    model, frozen = load(), load()
+
+    def gained(row: Row) -> torch.Tensor:
+        with torch.no_grad():
+            before = answer_log_prob(frozen, row)
+        return answer_log_prob(model, row) - before
+
+    pairs = [[inputs(*row[:2], answer) for answer in judged_answers(row[2]).values()] for row in rows]
+
+    def compared() -> torch.Tensor:
+        margins = torch.stack([gained(better) - gained(worse) for better, worse in pairs])
+        return -torch.nn.functional.logsigmoid(0.1 * margins).mean()
+
+    logs = run_training(folder, f"dpo-{layout}", *words, kind="dpo")
+    assert [log["loss"] for log in logs] == pytest.approx(adamw_losses(model, compared), rel=1e-5)
+
+    model = load()
+    own = [inputs(*row) for row in rows]
+    others = [inputs(*row[:2], rows[number - 1][2]) for number, row in enumerate(rows)]
+    signs = torch.tensor(good).float() * 2 - 1
+
+    def judged() -> torch.Tensor:
+        with torch.no_grad():
+            kl = torch.stack([gained(row) for row in others]).mean().clamp(min=0)
+        away = torch.stack([gained(row) for row in own]) - kl
+        return (1 - torch.sigmoid(signs * away)).mean()
+
+    logs = run_training(folder, f"kto-{layout}", *words, "--kto_beta", "1", kind="kto")
+    assert [log["loss"] for log in logs] == pytest.approx(adamw_losses(model, judged), rel=1e-5)

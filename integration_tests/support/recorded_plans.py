@@ -18,6 +18,12 @@ from unittest.mock import patch
 HERE = Path(__file__).parent
 RECORD = HERE / "recorded_plans.json"
 DIGITS = 12
+_STEPS: dict[str, dict[str, Any]] = {
+    "distributed": {"use_distributed_optimizer": True},
+    "sgd": {"optimizer": "sgd", "sgd_momentum": 0.9, "use_distributed_optimizer": False},
+    "half gradients": {"accumulate_allreduce_grads_in_fp32": False},
+    "offloaded": {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.25},
+}
 Record = dict[str, dict[str, list[list[float]]]]
 
 
@@ -50,9 +56,10 @@ def plans(models: str) -> Record:
     with patch.object(sizes, "_waits_for_sends", lambda layout: layout.vpp == 1):
         return {
             name: {
-                kind: [*map(_rounded, rows)] for kind, rows in _kinds(checked(name, f"{models}/{case[0]}"))
+                kind: [*map(_rounded, rows)]
+                for kind, rows in _kinds(checked(name, f"{models}/{case[0]}"), number)
             }
-            for name, case in CASES.items()
+            for number, (name, case) in enumerate(CASES.items())
         }
 
 
@@ -60,7 +67,7 @@ def _rounded(row: tuple[float, ...]) -> list[float]:
     return [float(f"{value:.{DIGITS}g}") if abs(value) > 1e-15 else 0.0 for value in row]
 
 
-def _kinds(run: Any) -> Iterator[tuple[str, list[Any]]]:
+def _kinds(run: Any, number: int) -> Iterator[tuple[str, list[Any]]]:
     from mca_train.plan.hardware import load_hardware
     from mca_train.plan.memory import plan_layout
     from mca_train.plan.remedies import with_changes
@@ -100,6 +107,11 @@ def _kinds(run: Any) -> Iterator[tuple[str, list[Any]]]:
             for hardware, roughly in devices
         )
         yield f"{kind} times", [astuple(time) for time in times]
+    # sequences so short that the optimizer step is the peak, with one kind of optimizer for each case
+    short = replace(local, seq_length=8 * run.layout.cp, media=None)
+    name, changes = [*_STEPS.items()][number % len(_STEPS)]
+    changed = with_changes(args, changes)
+    yield name, [astuple(stage)[1:] for stage in plan_layout(short, changed, run.layout, world_size).stages]
 
 
 def main() -> None:

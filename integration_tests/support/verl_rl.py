@@ -269,7 +269,8 @@ def batch_errors(vision: Path) -> list[str]:
 
     document = json.loads((vision / "config.json").read_text())
     config = config_from_hf(document)
-    text = replace(config, mrope=None)
+    text = replace(config, mrope=None, vision=None)
+    plain = replace(config, mrope=None)
     image = document["image_token_id"]
     pictures = {"pixel_values": torch.zeros(4, 96), "image_grid_thw": torch.tensor([[1, 2, 2]])}
 
@@ -288,6 +289,7 @@ def batch_errors(vision: Path) -> list[str]:
         (images_of(text), places, {"multi_modal_inputs": [pictures]}),
         (images_of(config), places, {"multi_modal_inputs": [pictures | {"audio_features": torch.ones(1)}]}),
         (images_of(config), wrong, {"multi_modal_inputs": [pictures]}),
+        (images_of(plain), wrong, {"multi_modal_inputs": [pictures]}),
     ):
         try:
             check(tensordict_utils.get_tensordict(tensors, values))

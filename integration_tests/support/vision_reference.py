@@ -281,11 +281,10 @@ def vision_model(case: str) -> Any:
     return model.float().eval()
 
 
-def mixed(case: str, folder: Path) -> Mixed:
-    """Saves the model of ``case`` and its gradients under ``folder``."""
-    model = copy.deepcopy(vision_model(case))
-    path, gradients = folder / case, folder / f"{case}-expected"
-    model.save_pretrained(path)
+def rows_of(
+    case: str,
+) -> tuple[torch.Tensor, tuple[tuple[ImageSpan, ...], ...], tuple[dict[str, torch.Tensor], ...]]:
+    """Return the tokens ``[rows, LENGTH]``, the positions and transformers' inputs of each row's images."""
     generator = torch.Generator().manual_seed(3)
     input_ids = torch.randint(0, 64, (len(ROWS), LENGTH), generator=generator)
     where, rows = places(case), LONE_VIDEO_ROWS if case.startswith("llava_onevision") else VIDEO_ROWS
@@ -302,6 +301,15 @@ def mixed(case: str, folder: Path) -> Mixed:
         if case.startswith(tiled_reference.MARKED):
             tiled_reference.write_tokens(ids, number)
     images = tuple(pixels(case, row, number) for number, row in enumerate(where))
+    return input_ids, where, images
+
+
+def mixed(case: str, folder: Path) -> Mixed:
+    """Saves the model of ``case`` and its gradients under ``folder``."""
+    model = copy.deepcopy(vision_model(case))
+    path, gradients = folder / case, folder / f"{case}-expected"
+    model.save_pretrained(path)
+    input_ids, where, images = rows_of(case)
     losses = losses_of(model, input_ids, images)
     losses.mean().backward()
     with torch.no_grad():
@@ -321,6 +329,15 @@ def logits_of(
         return torch.cat([logits_of(model, ids[None], (each,)) for ids, each in rows])
     inputs = _for_transformers(model.config.model_type, input_ids, images)
     found: torch.Tensor = model(input_ids=input_ids, use_cache=False, **inputs).logits
+    return found
+
+
+def hidden_of(
+    model: Any, input_ids: torch.Tensor, images: tuple[dict[str, torch.Tensor], ...]
+) -> torch.Tensor:
+    """Return the hidden states of each row, of transformers' ``model`` without a head."""
+    inputs = _for_transformers(model.config.model_type, input_ids, images)
+    found: torch.Tensor = model(input_ids=input_ids, use_cache=False, **inputs).last_hidden_state
     return found
 
 

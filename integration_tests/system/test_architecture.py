@@ -67,7 +67,7 @@ LADDERS: dict[str, tuple[tuple[str, ...], ...]] = {
     "mca_config": (
         ("types",),
         ("redaction",),
-        ("errors", "lazy_names", "printable", "page_tables", "_megatron_keys"),
+        ("errors", "lazy_names", "printable", "_megatron_keys"),
         (
             "fields",
             "files",
@@ -174,7 +174,7 @@ ANY = {
 LAZY = {
     "mca_train.cli": "a command imports only what it runs",
     "mca_train.clients": "the client's own packages may be missing",
-    "mca_train.config.hf_fields": "only a source of another form needs the class itself, which takes 9 s",
+    "mca_train.config.early_arguments": "only a source of another form needs the class itself, which takes 9 s",
     "mca_train.config.model": "an architecture is read, and checked, before torch is imported",
     "mca_train.run.settings": "TrainingArguments takes 9 s; wrong keys and missing files are reported before",
     "mca_train.dry_run.stages": "it is imported once for all forks, after megatron is prepared",

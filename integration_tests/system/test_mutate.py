@@ -2,14 +2,17 @@
 
 import json
 import shutil
+import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tools import mutate
 from tools.mutation.operators import Mutation, mutations
+from tools.mutation.reached_tests import TestMap
 
 from source_tree import ROOT
 
@@ -92,20 +95,20 @@ def test_every_subject_has_sources():
     assert set(mutate.SUBJECTS) <= {mutate.subject_of(path) for path in paths}
 
 
-def mapped(folder: Path, *records: tuple[str, float, list[str], list[str]]) -> mutate.TestMap:
+def mapped(folder: Path, *records: tuple[str, float, list[str], list[str]]) -> TestMap:
     """Return a map of records (key, seconds, functions, fixtures used)."""
     names = ("key", "seconds", "functions", "uses")
     listed = [
         {"module": each[0].partition("::")[0]} | dict(zip(names, each, strict=True)) for each in records
     ]
     (folder / "map.json").write_text(json.dumps(listed))
-    return mutate.TestMap(folder)
+    return TestMap(folder, folder)
 
 
 def test_the_cheapest_tests_that_reach_a_function_run_first(tmp_path):
     planted(tmp_path, "return a < b")
     (fault,) = mutations(tmp_path, PATH)
-    reached = [f"{PATH}:1"]
+    reached = [f"{PATH}:f"]
     a, b, c = (
         ("test_a.py::a@test_a", 30, reached, []),
         ("test_b.py::b", 2, reached, []),
@@ -116,6 +119,34 @@ def test_the_cheapest_tests_that_reach_a_function_run_first(tmp_path):
     assert found.reaching(fault, limit=10) == ["test_b.py::b"]
     unreached = replace(fault, path="packages/mca-models/src/mca_models/templates/test_c.py")
     assert found.reaching(unreached, limit=10) == ["test_c.py::c"], "named after the file"
+    assert found.reaching(replace(fault, function="new"), limit=10) == ["test_b.py::b"], "its file's"
+    importer = tmp_path / "packages/mca-train/src/mca_train/losses/importer.py"
+    importer.write_text("from mca_train.losses import made, other\n")
+    (tmp_path / "second.json").write_text(
+        json.dumps(
+            [
+                {
+                    "module": "i",
+                    "key": "i::i",
+                    "seconds": 1,
+                    "functions": [f"{importer.relative_to(tmp_path)}:g"],
+                    "uses": [],
+                }
+            ]
+        )
+    )
+    moved = replace(fault, path=PATH.replace("made", "other"))
+    assert TestMap(tmp_path, tmp_path).reaching(moved, limit=10) == ["i::i"], "of a file that imports it"
+
+
+def test_a_test_that_reaches_few_functions_runs_before_a_broad_one(tmp_path):
+    planted(tmp_path, "return a < b")
+    (fault,) = mutations(tmp_path, PATH)
+    broad = [f"{PATH}:f", *(f"{PATH}:{number}" for number in range(9))]
+    found = mapped(tmp_path, ("a::broad", 0.1, broad, []), ("b::narrow", 1, broad[:1], []))
+    assert found.reaching(fault, limit=9) == ["b::narrow", "a::broad"]
+    assert found.keep(["a::broad"]) == ["b::narrow"]
+    assert found.reaching(fault, limit=9) == ["a::broad"], "the other no longer exists"
 
 
 def test_a_shared_fixture_reaches_a_function_for_each_test_that_uses_it(tmp_path):
@@ -124,7 +155,7 @@ def test_a_shared_fixture_reaches_a_function_for_each_test_that_uses_it(tmp_path
     fixture = "test_a.py|trained|None"
     found = mapped(
         tmp_path,
-        (fixture, 5, [f"{PATH}:1"], []),
+        (fixture, 5, [f"{PATH}:f"], []),
         ("test_a.py::first", 1, [], [fixture]),
         ("test_a.py::second", 2, [], [fixture]),
     )
@@ -177,3 +208,31 @@ def test_a_fault_is_planted_judged_and_taken_out(bench):
     assert judge(early, "blind", "early") == ("caught", "test_early.py::test_f"), "what an import has called"
     assert judge(early, "blind") == ("survived", "")
     assert file.read_bytes() == source
+    assert bench.tests == {
+        f"test_{name}.py::test_f" for name in ("blind", "seeing", "failing", "early", "hanging")
+    }
+
+
+def test_a_fault_has_the_name_of_its_function_as_code_objects_do(tmp_path):
+    file = tmp_path / PATH
+    file.parent.mkdir(parents=True)
+    file.write_text(
+        "class A:\n    def b(self):\n        def c(x):\n            return x < 1\n        return c\n"
+    )
+    names: dict[str, Any] = {}
+    exec(compile(file.read_text(), "made", "exec"), names)
+    (function,) = {each.function for each in mutations(tmp_path, PATH)}
+    assert function == names["A"]().b().__code__.co_qualname == "A.b.<locals>.c"
+
+
+def test_the_map_records_new_tests_and_keeps_the_others(tmp_path, monkeypatch):
+    ran = []
+
+    def run(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+        ran.append([Path(each[1:]).read_text() if each.startswith("@") else each for each in command])
+        return subprocess.CompletedProcess(command, 0, "a.py::known\na.py::new\n\n2 tests collected\n")
+
+    monkeypatch.setattr(mutate.subprocess, "run", run)
+    mapped(tmp_path, ("a.py::known", 1, [], []))
+    assert mutate.record_map(tmp_path, ["-n", "0"]) == 0
+    assert ran[1][-3:] == ["-n", "0", "a.py::new"]

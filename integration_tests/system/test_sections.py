@@ -45,7 +45,14 @@ ROOMS: Mapping[str, set[str]] = {
     },
 }
 """The modules of each feature, which read its section."""
-OTHERS: Mapping[str, Mapping[str, str]] = {"mla": {"features.rope": "MLA has its own factor of the rotation"}}
+OTHERS: Mapping[str, Mapping[str, str]] = {
+    "mla": {"features.rope": "MLA has its own factor of the rotation"},
+    "mrope": {
+        "features.sequence_media": "positions of the tokens of a micro-batch",
+        "features.processor_media": "rows and columns of images",
+    },
+    "vision": {"features.processor_media": "a text model takes no media"},
+}
 """Other readers of a section, with the reason."""
 TRAINING = "mca_train"
 IN_TRAINING: Mapping[str, Mapping[str, str]] = {
@@ -53,7 +60,6 @@ IN_TRAINING: Mapping[str, Mapping[str, str]] = {
         "engine.rng": "routers draw noise",
         "trainer.rules": "the rules of MoE arguments",
     },
-    "mrope": {"batching.media_batch": "positions of media"},
     "vision": {
         "config.model_parts": "trained parts of a vision-language model",
         "engine.param_groups": "learning rates of parts",

@@ -5,7 +5,7 @@
 
 import json
 import sys
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,8 +23,9 @@ from media_runs import (
     Row,
     adamw_losses,
     answer_log_prob,
-    judged_answers,
+    files_by_kind,
     load_model,
+    require_judged_as_in_transformers,
     run_training,
 )
 from train_cases import history, make_trainer, quietly
@@ -89,18 +90,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _files() -> dict[str, list[dict[str, Any]]]:
     """The rows of each kind of run."""
-    found: dict[str, list[dict[str, Any]]] = {"sft": [], "dpo": [], "kto": []}
-    for (asked, clips, said), good in zip(ROWS, GOOD, strict=True):
-        files = {"audios": [f"{name}.wav" for name in clips]}
-        prompt = {"prompt": [{"role": "user", "content": asked}], **files}
-        sides = {
-            side: [{"role": "assistant", "content": answer}] for side, answer in judged_answers(said).items()
-        }
-        turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
-        found["sft"].append({"messages": turns, **files})
-        found["dpo"].append({**prompt, **sides})
-        found["kto"].append({**prompt, "completion": sides["chosen"], "label": good})
-    return found
+    rows = [(asked, said, {"audios": [f"{name}.wav" for name in clips]}) for asked, clips, said in ROWS]
+    return files_by_kind(rows, GOOD)
 
 
 def _inputs(folder: Path, asked: str, clips: tuple[str, ...], said: str) -> Row:
@@ -305,35 +296,6 @@ def test_an_adapter_and_frozen_parts_hear_clips(folder: Path) -> None:
 @pytest.mark.qualify
 @pytest.mark.parametrize("layout", ["one", "tp2sp", "pp2"])
 def test_judged_answers_to_clips_train_as_in_transformers(layout: str, folder: Path) -> None:
-    words = (*LAYOUTS[layout], "--save_hf_model", "false")
-    model, frozen = _load(folder / "model"), _load(folder / "model")
-
-    def gained(row: Row) -> torch.Tensor:
-        with torch.no_grad():
-            before = answer_log_prob(frozen, row)
-        return answer_log_prob(model, row) - before
-
-    pairs = [
-        [_inputs(folder, *row[:2], answer) for answer in judged_answers(row[2]).values()] for row in ROWS
-    ]
-
-    def compared() -> torch.Tensor:
-        margins = torch.stack([gained(better) - gained(worse) for better, worse in pairs])
-        return -torch.nn.functional.logsigmoid(0.1 * margins).mean()
-
-    logs = run_training(folder, f"dpo-{layout}", *words, kind="dpo")
-    assert [log["loss"] for log in logs] == pytest.approx(adamw_losses(model, compared), rel=1e-5)
-
-    model = _load(folder / "model")
-    own = [_inputs(folder, *row) for row in ROWS]
-    others = [_inputs(folder, *row[:2], ROWS[number - 1][2]) for number, row in enumerate(ROWS)]
-    signs = torch.tensor(GOOD).float() * 2 - 1
-
-    def judged() -> torch.Tensor:
-        with torch.no_grad():
-            kl = torch.stack([gained(row) for row in others]).mean().clamp(min=0)
-        away = torch.stack([gained(row) for row in own]) - kl
-        return (1 - torch.sigmoid(signs * away)).mean()
-
-    logs = run_training(folder, f"kto-{layout}", *words, "--kto_beta", "1", kind="kto")
-    assert [log["loss"] for log in logs] == pytest.approx(adamw_losses(model, judged), rel=1e-5)
+    require_judged_as_in_transformers(
+        folder, layout, partial(_load, folder / "model"), partial(_inputs, folder), ROWS, GOOD
+    )

@@ -4,6 +4,7 @@
 """
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -62,7 +63,8 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def _files() -> dict[str, list[dict[str, Any]]]:
     """The rows of each kind of run."""
-    found: dict[str, list[dict[str, Any]]] = {"sft": [], "dpo": [], "kto": [], "pretrain": []}
+    kinds = ("sft", "dpo", "kto", "pretrain", "reward", "classify")
+    found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
     for (asked, pictures, said), good in zip(ROWS, GOOD, strict=True):
         images = {"images": [f"{name}.png" for name in pictures]}
         turns = [{"from": "human", "value": asked}, {"from": "gpt", "value": said}]
@@ -70,6 +72,9 @@ def _files() -> dict[str, list[dict[str, Any]]]:
         prompt = {"prompt": [{"role": "user", "content": asked}], **images}
         sides = {side: [{"role": "assistant", "content": answer}] for side, answer in _answers(said).items()}
         found["dpo"].append({**prompt, **sides})
+        found["reward"].append({**prompt, **sides, "margin": 0.1})
+        turn = {"role": "user", "content": asked}
+        found["classify"].append({"messages": [turn, *sides["chosen"]], "label": int(good), **images})
         found["kto"].append({**prompt, "completion": sides["chosen"], "label": good})
         found["pretrain"].append({"text": f"{asked} {said}", **images})
     return found
@@ -343,6 +348,111 @@ def test_pairs_with_pictures_are_compared_as_in_transformers(folder: Path) -> No
     split = LAYOUTS["tp2"]
     logs = _trained(folder, "pairs", "--freeze", "[]", *split, "--save_hf_model", "false", kind="dpo")
     losses = _pair_losses(folder)
+    assert abs(losses[-1] - losses[0]) > 0.01
+    assert [log["loss"] for log in logs] == pytest.approx(losses, rel=1e-5)
+
+
+SCORED = pytest.mark.parametrize("folder", ["qwen3_5"], indirect=True)
+
+
+def _scored(folder: Path, labels: int) -> Path:
+    """Save the model with a sequence-classification head, and return its directory."""
+    path = folder / f"scored-{labels}"
+    if path.exists():
+        return path
+    torch.manual_seed(labels)
+    found = transformers.AutoModelForSequenceClassification.from_pretrained(
+        folder / "model", num_labels=labels
+    )
+    torch.nn.init.normal_(found.score.weight)
+    found.save_pretrained(path)
+    for name in (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "preprocessor_config.json",
+    ):
+        if (folder / "model" / name).exists():
+            shutil.copy(folder / "model" / name, path)
+    return path
+
+
+def _score(model: Any, row: Row) -> torch.Tensor:
+    """Return the scores of a row's last token."""
+    inputs = {name: x for name, x in row.items() if name != "labels"}
+    scores: torch.Tensor = model(**inputs).logits[0]
+    return scores
+
+
+def _score_losses(path: Path, loss: Callable[[Any], torch.Tensor]) -> list[float]:
+    """Return the losses of steps of all parts that transformers makes in one process."""
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(path, attn_implementation="eager")
+    optimizer, losses = torch.optim.AdamW(model.parameters(), RATE, weight_decay=0.0), []
+    for _ in range(STEPS):
+        total = loss(model)
+        optimizer.zero_grad()
+        total.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(float(total.detach()))
+    return losses
+
+
+def _reward_losses(folder: Path, path: Path) -> list[float]:
+    """Return the losses of a reward model, whose pairs have a margin."""
+    pairs = [
+        [_inputs(folder, asked, pictures, answer) for answer in _answers(said).values()]
+        for asked, pictures, said in ROWS
+    ]
+
+    def loss(model: Any) -> torch.Tensor:
+        gains = [_score(model, better) - _score(model, worse) for better, worse in pairs]
+        return -torch.nn.functional.logsigmoid(torch.stack(gains) - 0.1).mean()
+
+    return _score_losses(path, loss)
+
+
+def _class_losses(folder: Path, path: Path) -> list[float]:
+    """Return the losses of a classification."""
+    rows = [_inputs(folder, *row) for row in ROWS]
+    classes = torch.tensor(GOOD).long()
+
+    def loss(model: Any) -> torch.Tensor:
+        scores = torch.stack([_score(model, row) for row in rows])
+        return torch.nn.functional.cross_entropy(scores, classes)
+
+    return _score_losses(path, loss)
+
+
+ONE_LAYER = ("--recompute_num_layers", "1")
+HEAD_LAYOUTS = {
+    **{name: (*words, "--save_hf_model", "false") for name, words in LAYOUTS.items()},
+    "packed": (*PACKS, "--sequence_packing", "true", "--seq_length", "192", *LAYOUTS["cp2"]),
+    "recompute": ("--recompute_granularity", "full", "--recompute_method", "uniform", *ONE_LAYER),
+    "stream": ("--streaming", "true"),
+}
+
+
+@SCORED
+@pytest.mark.cases(0, always=["cp2-qwen3_5"])
+@pytest.mark.parametrize("layout", HEAD_LAYOUTS)
+def test_rewards_of_pictures_train_as_in_transformers(layout: str, folder: Path) -> None:
+    path = _scored(folder, 1)
+    model = ("--model_name_or_path", str(path), "--freeze", "[]", *HEAD_LAYOUTS[layout])
+    logs = _trained(folder, f"reward-{layout}", *model, kind="reward")
+    losses = _reward_losses(folder, path)
+    assert abs(losses[-1] - losses[0]) > 0.01
+    assert [log["loss"] for log in logs] == pytest.approx(losses, rel=1e-5)
+
+
+@SCORED
+@pytest.mark.cases(0, always=["tp2-qwen3_5"])
+@pytest.mark.parametrize("layout", HEAD_LAYOUTS)
+def test_classes_of_pictures_train_as_in_transformers(layout: str, folder: Path) -> None:
+    path = _scored(folder, 2)
+    model = ("--model_name_or_path", str(path), "--freeze", "[]", "--num_labels", "2", *HEAD_LAYOUTS[layout])
+    logs = _trained(folder, f"classify-{layout}", *model, kind="classify")
+    losses = _class_losses(folder, path)
     assert abs(losses[-1] - losses[0]) > 0.01
     assert [log["loss"] for log in logs] == pytest.approx(losses, rel=1e-5)
 

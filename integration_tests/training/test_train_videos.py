@@ -5,7 +5,7 @@
 
 import json
 import sys
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,16 @@ import torch
 import transformers
 
 from cases import Case, as_params, product
-from media_runs import LAYOUTS, Row, adamw_losses, answer_log_prob, judged_answers, load_model, run_training
+from media_runs import (
+    LAYOUTS,
+    Row,
+    adamw_losses,
+    answer_log_prob,
+    files_by_kind,
+    load_model,
+    require_judged_as_in_transformers,
+    run_training,
+)
 
 pytest.importorskip("av")
 pytest.importorskip("torchvision")
@@ -67,21 +76,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _files() -> dict[str, list[dict[str, Any]]]:
     """The rows of each kind of run."""
-    found: dict[str, list[dict[str, Any]]] = {"sft": [], "dpo": [], "kto": []}
-    for (asked, media, said), good in zip(ROWS, GOOD, strict=True):
-        files = {
-            "images": ["wide.png" for name in media if name == "wide"],
-            "videos": [f"{name}.mp4" for name in media if name in CLIPS],
-        }
-        prompt = {"prompt": [{"role": "user", "content": asked}], **files}
-        sides = {
-            side: [{"role": "assistant", "content": answer}] for side, answer in judged_answers(said).items()
-        }
-        turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
-        found["sft"].append({"messages": turns, **files})
-        found["dpo"].append({**prompt, **sides})
-        found["kto"].append({**prompt, "completion": sides["chosen"], "label": good})
-    return found
+    rows = []
+    for asked, media, said in ROWS:
+        images = ["wide.png" for name in media if name == "wide"]
+        videos = [f"{name}.mp4" for name in media if name in CLIPS]
+        rows.append((asked, said, {"images": images, "videos": videos}))
+    return files_by_kind(rows, GOOD)
 
 
 @cache
@@ -171,35 +171,6 @@ def test_an_adapter_and_frozen_parts_see_clips(root: Path) -> None:
 @pytest.mark.parametrize("case", as_params(product(("qwen2_5_vl", "qwen3_vl"), ("one", "tp2sp", "pp2"))))
 def test_judged_answers_to_clips_train_as_in_transformers(case: Case, root: Path) -> None:
     folder = folder_of(case.model, root)
-    words = (*LAYOUTS[case.layout], "--save_hf_model", "false")
-    model, frozen = load_model(folder / "model"), load_model(folder / "model")
-
-    def gained(row: Row) -> torch.Tensor:
-        with torch.no_grad():
-            before = answer_log_prob(frozen, row)
-        return answer_log_prob(model, row) - before
-
-    pairs = [
-        [_inputs(folder, *row[:2], answer) for answer in judged_answers(row[2]).values()] for row in ROWS
-    ]
-
-    def compared() -> torch.Tensor:
-        margins = torch.stack([gained(better) - gained(worse) for better, worse in pairs])
-        return -torch.nn.functional.logsigmoid(0.1 * margins).mean()
-
-    logs = run_training(folder, f"dpo-{case.layout}", *words, kind="dpo")
-    assert [log["loss"] for log in logs] == pytest.approx(adamw_losses(model, compared), rel=1e-5)
-
-    model = load_model(folder / "model")
-    own = [_inputs(folder, *row) for row in ROWS]
-    others = [_inputs(folder, *row[:2], ROWS[number - 1][2]) for number, row in enumerate(ROWS)]
-    signs = torch.tensor(GOOD).float() * 2 - 1
-
-    def judged() -> torch.Tensor:
-        with torch.no_grad():
-            kl = torch.stack([gained(row) for row in others]).mean().clamp(min=0)
-        away = torch.stack([gained(row) for row in own]) - kl
-        return (1 - torch.sigmoid(signs * away)).mean()
-
-    logs = run_training(folder, f"kto-{case.layout}", *words, "--kto_beta", "1", kind="kto")
-    assert [log["loss"] for log in logs] == pytest.approx(adamw_losses(model, judged), rel=1e-5)
+    require_judged_as_in_transformers(
+        folder, case.layout, partial(load_model, folder / "model"), partial(_inputs, folder), ROWS, GOOD
+    )

@@ -52,7 +52,7 @@ class Mutation:
 
     Attributes:
         path: The file, relative to the repository.
-        function_line: First line of the innermost function around it (of its first decorator), as in code objects.
+        function: Qualified name of the innermost function around it, as code objects have it.
         line: The line of the span, from 1.
         start: Offset of the span in the file's bytes.
         end: Offset of its end.
@@ -63,7 +63,7 @@ class Mutation:
     """
 
     path: str
-    function_line: int
+    function: str
     line: int
     start: int
     end: int
@@ -106,6 +106,7 @@ class _File(ast.NodeVisitor):
         for line in self.lines:
             self.starts.append(self.starts[-1] + len(line))
         self.functions: list[ast.FunctionDef | ast.AsyncFunctionDef] = []
+        self.scopes: list[str] = []
         self.mutations: list[Mutation] = []
         self.seen: dict[str, int] = {}
 
@@ -121,10 +122,18 @@ class _File(ast.NodeVisitor):
 
     def _function(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         self.functions.append(node)
+        self.scopes += [node.name, "<locals>"]
         body = node.body[1:] if ast.get_docstring(node, clean=False) is not None else node.body
         for statement in body:
             self.visit(statement)
+        del self.scopes[-2:]
         self.functions.pop()
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        """Walk the methods."""
+        self.scopes.append(node.name)
+        self.generic_visit(node)
+        self.scopes.pop()
 
     def visit_Raise(self, node: ast.Raise) -> None:
         """Skip: the text of a message is no number."""
@@ -282,5 +291,5 @@ class _File(ast.NodeVisitor):
         key = f"{self.path}|{function.name}|{kind}|{shown}"
         number = self.seen[key] = self.seen.get(key, 0) + 1
         identity = hashlib.sha256(f"{key}|{number}".encode()).hexdigest()[:12]
-        first = min([function.lineno, *(each.lineno for each in function.decorator_list)])
-        self.mutations.append(Mutation(self.path, first, line, start, end, text, kind, identity, shown))
+        qualified = ".".join(self.scopes[:-1])
+        self.mutations.append(Mutation(self.path, qualified, line, start, end, text, kind, identity, shown))

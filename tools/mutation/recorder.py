@@ -1,8 +1,8 @@
 """Record which functions of the packages each test reaches, in its forked ranks too.
 
 ``MCA_TEST_MAP=FOLDER pytest -p tools.mutation.recorder`` writes one JSON file per process and test module, a list of
-records ``{"module", "key", "seconds", "functions": ["path:first line", ...], "uses": [keys]}``. A key is the id of a
-test or of a fixture that several tests share: what such a fixture computes counts for each test that uses it.
+records ``{"module", "key", "seconds", "functions": ["path:qualified name", ...], "uses": [keys]}``. A key is the id of
+a test or of a fixture that several tests share: what such a fixture computes counts for each test that uses it.
 """
 
 import json
@@ -30,9 +30,9 @@ def cpu_seconds() -> float:
 
 
 def names_of(codes: set[CodeType]) -> list[str]:
-    """Return ``path:first line`` of each code object of the packages."""
+    """Return ``path:qualified name`` of each code object of the packages."""
     return sorted(
-        f"{Path(code.co_filename).relative_to(ROOT)}:{code.co_firstlineno}"
+        f"{Path(code.co_filename).relative_to(ROOT)}:{code.co_qualname}"
         for code in list(codes)
         if code.co_filename.startswith(_PREFIX) and "/src/" in code.co_filename
     )

@@ -7,7 +7,8 @@ the tests and how many seconds each may take. The answer has ``test``, the first
 
 The fault is planted in the functions that exist: their code is replaced. A function that was called while modules
 were imported or tests collected has had its effect, so the first line lists those (``entered``): if a fault in them
-survives, it needs a new process. ``unplanted`` is answered where a function cannot take the code.
+survives, it needs a new process. It lists the ids of all tests too (``tests``). ``unplanted`` is answered where a
+function cannot take the code.
 """
 
 import contextlib
@@ -171,7 +172,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     server = Server(session)
     session.config.pluginmanager.register(server)
-    _answer(write, {"entered": names_of(_RECORDER.codes)})
+    _answer(write, {"entered": names_of(_RECORDER.codes), "tests": list(server.items)})
     with os.fdopen(read) as requests:
         for line in requests:
             _answer(write, server.answer(json.loads(line)))

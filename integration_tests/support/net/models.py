@@ -10,7 +10,7 @@ from reference import FAMILY_CASES
 
 LATENT = (
     *("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_k2", "kimi_linear"),
-    *("longcat_flash", "minicpm3", "mistral4", "youtu"),
+    *("bailing_hybrid", "longcat_flash", "minicpm3", "mistral4", "youtu"),
 )
 WHOLE_HEADS = (
     *(

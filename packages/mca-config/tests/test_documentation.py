@@ -6,7 +6,7 @@ from pathlib import Path
 import yaml
 
 from mca_config import McaError, ParallelLayout, TrainingArguments, pipeline_plan, reference
-from mca_config.page_tables import update_document
+from mca_config.reference import update_document
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "keys.md"
 TEXT = DOCUMENT.read_text(encoding="utf-8")

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from mca_config.errors import McaError
+from mca_convert import forecast
 from mca_convert.cli import main
 from mca_models.checkpoint_kinds import open_checkpoint
 from mca_models.lora import adapter_for, merge
@@ -327,11 +328,13 @@ def test_merging_writes_the_base_models_tokenizer_and_names_files_that_differ(
         tmp_path / "adapter"
     )
     for folder, template in ((base, "plain"), (tmp_path / "adapter", "plain")):
-        (folder / "tokenizer_config.json").write_text("{}")
+        (folder / "tokenizer_config.json").write_text('{"model_max_length": 9}')
         (folder / "chat_template.jinja").write_text(template)
     merge = ["--checkpoint_path", base, "--adapter_path", tmp_path / "adapter", "--merge", "--output_path"]
+    loaded = '{"is_local": true, "local_files_only": false, "model_max_length": 9}'
+    (tmp_path / "adapter" / "tokenizer_config.json").write_text(loaded)
     run(*merge, tmp_path / "same")
-    assert not caplog.messages
+    assert not caplog.messages, "transformers notes how it loaded a tokenizer"
     (tmp_path / "adapter" / "chat_template.jinja").write_text("of chats")
     run(*merge, tmp_path / "other")
     (reported,) = caplog.messages
@@ -382,3 +385,13 @@ def test_usage(arguments: list[str], message: str, tmp_path: Path, capsys) -> No
     filled = [argument.format(adapter=tmp_path / "adapter") for argument in arguments]
     assert main([*filled, "--output_path", str(tmp_path / "out")]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_an_adapter_is_in_memory_as_read_and_as_written(
+    pair: tuple[Path, Path], tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, adapter = pair
+    monkeypatch.setattr(forecast, "_anonymous_bytes", lambda: 1 << 20)
+    words = ("--checkpoint_path", base, "--adapter_path", adapter, "--output_path", tmp_path / "mca")
+    plan = planned(capsys, *words, "--tensor_model_parallel_size=2")
+    assert plan["peak_bytes"] == (1 << 20) + plan["written_bytes"] > 1 << 20

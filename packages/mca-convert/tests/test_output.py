@@ -6,14 +6,17 @@ import os
 import resource
 import shutil
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
 
+from mca_config.parser import Parser
 from mca_config.printable import printable
 from mca_convert import output
 from mca_convert.cli import main
+from mca_convert.commands import _layout
 from mca_convert.flags import byte_count
 from mca_models.storage import atomic
 
@@ -256,3 +259,20 @@ def test_what_cannot_be_written_is_foreseen(source: Path, tmp_path: Path, capsys
         reported = capsys.readouterr()
         assert "files must be open at once, the system allows 12" in reported.out + reported.err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "sequence"),
+    [
+        ({"pipeline_model_parallel_size": 2}, None),
+        ({"tensor_model_parallel_size": 1}, None),
+        ({"tensor_model_parallel_size": 2}, True),
+        ({"tensor_model_parallel_size": 4}, True),
+    ],
+)
+def test_sequence_parallelism_that_experts_need_is_no_news_of_a_conversion(
+    sizes: dict[str, int], sequence: bool | None
+) -> None:
+    layout = _layout(Parser("mca-convert"), Namespace(**sizes))
+    assert layout is not None
+    assert layout.sequence_parallel is sequence

@@ -186,6 +186,22 @@ LATEST: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["linear_attention", "full_attention"] * 2,
         },
     ),
+    "bailing_hybrid": (
+        "bailing_hybrid",
+        {
+            **{**GROUPED, **LATENT, "num_local_experts": 4, "head_dim": 8, "layer_group_size": 2},
+            **{"short_conv_kernel_size": 3, "kda_lower_bound": -2.5, "eos_token_id": 1, "num_mtp_layers": 0},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    ),
+    "bailing_hybrid-unbounded": (
+        "bailing_hybrid",
+        {
+            **{**GROUPED, **LATENT, "num_local_experts": 4, "head_dim": 8, "kda_safe_gate": False},
+            **{"n_group": 1, "eos_token_id": 1, "num_mtp_layers": 0},
+            "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"],
+        },
+    ),
 }
 
 

@@ -14,6 +14,7 @@ NEEDED = {
     "longcat_flash": ("5.18", "does not know moe_intermediate_size"),
     "iquestcoder": ("5.23", "has no such model"),
     "internlm3": ("5.23", "has no such model"),
+    "bailing_hybrid": ("5.23", "has no such model"),
     "flint": ("5.21", "has no such model"),
     "minimax_m2": ("5.18", "does not read rotary_dim"),
     "minimax_m3_vl": ("5.22", "saves MLPs under the name of experts"),

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mca_config.page_tables import update_document
+from mca_config.reference import update_document
 from mca_train.cli import main
-from mca_train.config.hf_fields import read_hf_fields
+from mca_train.config.early_arguments import read_hf_fields
 from mca_train.config.renamed_options import RENAMED
 from mca_train.reference.commands import schema, starter
 from mca_train.reference.keys import REQUIRED, declared_keys, format_default, task_keys, value_placeholder

@@ -1,6 +1,6 @@
 """The errors that users see, all subclasses of `McaError`, and functions that join several problems into one error."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from mca_config.redaction import redacted
@@ -104,3 +104,11 @@ def list_problems(error: ValueError) -> tuple[str, ...]:
     """Return the problems that ``error`` reports, one line each."""
     problems = error.problems if isinstance(error, McaError) else ()
     return problems or (redacted(" ".join(str(error).split())),)
+
+
+def raised_problems(check: Callable[..., object], *arguments: object) -> Iterator[str]:
+    """Yield the problems of the `McaError` that ``check`` raises."""
+    try:
+        check(*arguments)
+    except McaError as error:
+        yield from list_problems(error)

@@ -1,6 +1,7 @@
 """Safe reading of untrusted files: no blocking on pipes, no unbounded sizes, no paths outside their directory."""
 
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -86,6 +87,15 @@ def atomic_write(file: Path) -> Iterator[Path]:
 
 
 @contextmanager
+def exclusive_lock(file: Path, mode: str = "a") -> Iterator[None]:
+    """Context of an exclusive lock of ``file``, opened in ``mode``, where the file system supports locks."""
+    with file.open(mode) as stream:
+        with suppress(OSError):
+            fcntl.flock(stream, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
 def naming_read_errors(file: Path) -> Iterator[None]:
     """Convert an ``OSError`` of the block to an `McaError` that names ``file``, or the file in that directory.
 
@@ -159,6 +169,15 @@ def read_text(file: Path, absent: str = "expected a file") -> str:
 def read_json(file: Path, absent: str = "expected a file") -> JsonObject:
     """Return the JSON object in ``file``; see :func:`read_bytes` and :func:`parse_object`."""
     return parse_object(read_text(file, absent), str(file))
+
+
+def parse_record(text: str) -> JsonObject:
+    """Return the JSON object in ``text``; empty if there is none, as in an incomplete line."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def parse_object(text: str, where: str) -> JsonObject:

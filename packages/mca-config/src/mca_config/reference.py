@@ -1,14 +1,17 @@
-"""Tables of arguments in the documentation, generated from the dataclasses.
+"""Generated tables in documents, and those of arguments, from the dataclasses.
 
-Run ``python -m mca_config.reference docs/keys.md``; a test fails when that is needed.
+A table is between ``<!-- NAME -->`` and ``<!-- end NAME -->``. Run ``python -m mca_config.reference docs/keys.md``; a
+test of each table fails when its document must be regenerated.
 """
 
 import dataclasses
+import sys
 import types
+from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from mca_config import page_tables
 from mca_config.arguments import DistributingParallelArguments, MegatronArguments
 from mca_config.arguments.options import DistributingOptions
 from mca_config.arguments.training_options import TrainingOptions
@@ -18,6 +21,25 @@ LEVELS: tuple[tuple[type, type], ...] = (
     (MegatronArguments, TrainingOptions),
 )
 """Public classes, and the classes that declare their options."""
+Tables = Mapping[str, Callable[[], str]]
+"""Generator of each table, by the name in its marks."""
+
+
+def update_document(document: str, tables: Tables) -> str:
+    """Return ``document`` with its ``tables`` regenerated."""
+    for name, table in tables.items():
+        begin, end = f"<!-- {name} -->", f"<!-- end {name} -->"
+        if begin in document:
+            before, _, rest = document.partition(begin)
+            document = f"{before}{begin}\n{table()}\n{end}{rest.partition(end)[2]}"
+    return document
+
+
+def update_files(tables: Tables) -> None:
+    """Regenerate ``tables`` in the files that the command line names."""
+    for name in sys.argv[1:]:
+        path = Path(name)
+        path.write_text(update_document(path.read_text(encoding="utf-8"), tables), encoding="utf-8")
 
 
 def argument_table(cls: type) -> str:
@@ -45,8 +67,8 @@ def _kind(hint: Any) -> str:
     return names.get(hint, "object")
 
 
-TABLES: page_tables.Tables = {cls.__name__: partial(argument_table, options) for cls, options in LEVELS}
+TABLES: Tables = {cls.__name__: partial(argument_table, options) for cls, options in LEVELS}
 
 
 if __name__ == "__main__":
-    page_tables.update_files(TABLES)
+    update_files(TABLES)

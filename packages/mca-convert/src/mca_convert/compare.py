@@ -202,7 +202,7 @@ def _different_models(first: ModelSource, second: ModelSource, tolerance: float 
                 f"{counted(len(names), 'parameter')} only in {path} ({', '.join(sorted(names)[:4])})"
             )
     dtypes = source_dtypes(first), source_dtypes(second)
-    for name in mine.keys() & its.keys():
+    for name in [name for name in mine if name in its]:  # in the order of the model
         shapes = first.full_shape(mine[name]), second.full_shape(its[name])
         if shapes[0] != shapes[1]:
             problems.append(f"{name}: shapes {list(shapes[0])} and {list(shapes[1])}")

@@ -15,7 +15,7 @@ from mca_convert.pool import Limits
 from mca_models.checkpoint.hf_directory import HfSource, read_config
 from mca_models.checkpoint.mca_directory import McaSource, load_config
 from mca_models.checkpoint_kinds import CheckpointKind, checkpoint_kind, open_checkpoint
-from mca_models.quantization.hf_config import read_quantization_config
+from mca_models.quantization.hf_tensors import read_quantization_config
 from mca_models.storage.finite import counts_in
 from mca_models.storage.safetensors import TensorInfo, read_header
 from mca_models.storage.source import ModelSource

@@ -5,7 +5,9 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import adapters
@@ -22,14 +24,17 @@ from mca_models.lora import (
     AdapterConfig,
     convert_adapter,
     load_model_config,
+    merge,
     merge_to_hf,
     open_adapter,
     rules_for_training,
     write_mca_adapter,
     write_peft,
 )
+from mca_models.lora.merge import MergedSource
 from mca_models.lora.rules import rules_from_names
 from mca_models.lora.targets import linear_targets
+from mca_models.storage.byte_ranges import Move
 from mca_models.templates import config_from_hf
 
 DENSE_LAYOUTS = [
@@ -355,3 +360,42 @@ def test_what_peft_saved_unasked_is_kept_and_not_trained(name: str, tmp_path: Pa
     kept = {param.mca_name() for param in rules.kept}
     assert kept == {"output_layer.weight", *(["output_layer.bias"] if name == "phi-head" else [])}
     assert all(".lm_head.base_layer." in name for param in rules.kept for name in param.hf_names())
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3_moe"])
+def test_rows_of_a_merged_tensor_are_those_of_the_whole(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, source = adapters.save(name, tmp_path)
+    checkpoint = open_checkpoint(base)
+    merged = MergedSource(checkpoint, open_adapter(source, checkpoint.config))
+    params = [param for param in merged.params if param.layer in (None, 0) and merged.touches(param)]
+    tensors = [part.info for param in params for part in merged.parts(param)]
+    assert len(tensors) > 5
+    for tensor in tensors:
+        assert tensor.file == base / "model.safetensors"
+        whole, rows, width = tensor.read(), tensor.shape[0], prod(tensor.shape[1:])
+        for block in (1, 3, rows - 1):
+            monkeypatch.setattr(merge, "_BLOCK", block * width)
+            for start, stop in ((0, rows), (1, rows), (2, rows - 1), (rows // 2, rows // 2 + 1)):
+                np.testing.assert_allclose(  # a product of other rows may round differently
+                    tensor.read(start, stop), whole[start:stop], rtol=1e-6, atol=1e-6, err_msg=tensor.name
+                )
+
+
+def test_any_range_is_filled_as_in_the_whole() -> None:
+    """A tensor of 12 elements: zeros, then elements of two parts, and zeros between."""
+    parts: Any = [
+        SimpleNamespace(start=0, elements=lambda first=first: np.arange(first, first + 8))
+        for first in (1, 101)
+    ]
+    moves = (Move(0, 2, 1, 4, 1, 4, 4), Move(1, 0, 8, 3, 1, 3, 3))
+    gather: Any = SimpleNamespace(zeros=[(0, 1), (5, 8), (11, 12)], moves=moves)
+    whole = np.full(12, -1)
+    merge.fill(whole, gather, parts)
+    assert whole.tolist() == [0, 3, 4, 5, 6, 0, 0, 0, 101, 102, 103, 0]
+    for start in range(12):
+        for stop in range(start + 1, 13):
+            part = np.full(stop - start, -1)
+            merge.fill(part, gather, parts, start)
+            assert np.array_equal(part, whole[start:stop]), (start, stop)

@@ -14,6 +14,7 @@ from mca_models.lora import AdapterConfig, rules_for_training
 from mca_models.lora.rules import AdapterRules
 from mca_models.megatron.names import LocalParam
 from mca_models.megatron.peft.attach import Attached, LinearGroups, attach, detach, warn_unused_dropout
+from mca_models.megatron.peft.linear import Cut, LoraLinear, LoraPart
 from mca_models.templates import config_from_hf, get_family
 
 
@@ -210,3 +211,18 @@ def test_adapters_that_dropout_does_not_reach_are_named(caplog: pytest.LogCaptur
     assert not caplog.messages
     warn_unused_dropout(rules_of("qwen2_moe", ["shared_expert_gate", "q_proj"]), 0.1)
     assert "lora_dropout: not applied to shared_expert_gate" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("attributes", "summed_over_data"),
+    [({}, True), ({"allreduce": True}, True), ({"allreduce": False}, False)],
+)
+def test_factors_are_summed_over_the_ranks_of_their_base(
+    attributes: dict[str, bool], summed_over_data: bool
+) -> None:
+    base = torch.nn.Parameter(torch.zeros(4, 3))
+    for name, value in attributes.items():
+        setattr(base, name, value)
+    module = LoraLinear([LoraPart("q", 2, 1.0, 4)], Cut("rows", Alone()), base)
+    found = [vars(factor)["allreduce"] for factor in module.parameters()]
+    assert found == [summed_over_data] * 2

@@ -280,3 +280,22 @@ def test_an_adapter_with_other_rows_of_the_vocabulary_is_refused(rows: int, tmp_
     (base / "config.json").write_text(json.dumps(settings))
     with pytest.raises(McaError, match="merge into the model that it was trained on"):
         merge_to_hf(open_checkpoint(base), open_adapter(tmp_path / "mca"), tmp_path / "merged")
+
+
+@pytest.mark.parametrize(
+    ("key", "accepted", "refused"),
+    [
+        ("r", (1, 1 << 16), (0, (1 << 16) + 1, 1.0, True)),
+        ("lora_alpha", (0, 1, -0.5, 9e29), (1e30, -1e30, True)),
+        ("lora_dropout", (0, 0.99), (1, -0.01, True)),
+        ("layers_to_transform", (0, [1, 2]), (True, 1.0, [1, False])),
+        ("use_rslora", (True, False), (0, "true")),
+    ],
+)
+def test_limits_of_values(key: str, accepted: tuple[Any, ...], refused: tuple[Any, ...]) -> None:
+    document = {"peft_type": "LORA", "target_modules": ["q_proj"]}
+    for value in accepted:
+        AdapterConfig.from_dict(document | {key: value})
+    for value in refused:
+        with pytest.raises(McaError, match=f"{key} must be"):
+            AdapterConfig.from_dict(document | {key: value})

@@ -1,14 +1,24 @@
 """Files and buckets of an export as Hugging Face: no sums that nothing reads, no bucket beyond its limit."""
 
+import inspect
+import json
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
+from safetensors.torch import save
 
+from mca_models.megatron.peft.models import PeftModels
+from mca_models.megatron.state import export
+from mca_models.megatron.state.buckets import Unit
 from mca_models.megatron.state.export import packed_buckets
 from mca_models.megatron.state.save import _open_files
+from mca_models.megatron.state.sender import WeightSender
+from mca_models.megatron.virtual_models import VirtualModels
+from mca_models.weights.rules import Param
 
 
 def test_no_checksum_is_made_of_what_no_manifest_names(tmp_path: Path) -> None:
@@ -25,3 +35,53 @@ def test_a_bucket_has_the_tensors_that_its_limit_allows() -> None:
     tensors = [(str(size), torch.zeros(size, dtype=torch.uint8)) for size in (512, 512, 256, 512, 2048, 256)]
     found = [[entry.name for entry in bucket.entries] for bucket in packed_buckets(tensors, 1024)]
     assert found == [["512", "512"], ["256", "512"], ["2048"], ["256"]]
+
+
+@pytest.mark.parametrize("models", [VirtualModels, PeftModels])
+def test_each_argument_of_an_export_reaches_its_buckets(models: type[VirtualModels]) -> None:
+    given = {
+        "to": "first",
+        "bucket_bytes": 7,
+        "dtype": "float16",
+        "fp8": True,
+        "merged": True,
+        "per_expert": True,
+    }
+    names = inspect.signature(models.export_weights).parameters.keys() - {"self"}
+    passed: dict[str, object] = {}
+    instance: Any = SimpleNamespace(export_buckets=lambda **arguments: passed.update(arguments) or ())
+    assert not list(models.export_weights(instance, **{name: given[name] for name in names}))
+    assert passed == {name: given[name] for name in names}
+
+
+@pytest.mark.parametrize(("split", "first_experts"), [(False, [None]), (True, [0, 1, 2])])
+def test_stacked_experts_are_split_only_if_asked(
+    split: bool, first_experts: list[int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experts = [Param(mca="w{expert}", hf=("experts",), expert=number, stacked=True) for number in range(3)]
+    specs = {param.mca_name(): ("F32", (2, 4)) for param in experts}
+    layout = SimpleNamespace(params=experts, scales=None)
+    sent: list[Unit] = []
+    for name, replacement in {
+        "gather_param_specs": lambda models: specs,
+        "hf_layout": lambda *arguments, **keywords: layout,
+        "plan_buckets": lambda units, *others: sent.extend(units),
+        "WeightSource": lambda *arguments: None,
+        "stream": lambda *arguments: (each for each in ()),
+    }.items():
+        monkeypatch.setattr(export, name, replacement)
+    models: Any = SimpleNamespace(
+        canonical_parameters=list, config=None, rank_context=SimpleNamespace(rank=0, world_size=1)
+    )
+    request = export.WeightRequest(bucket_bytes=1, split_experts=split)
+    assert not list(export.export_buckets(models, request))
+    assert [unit.start for unit in sent] == first_experts
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn])
+def test_a_manifest_has_the_safetensors_code_of_each_dtype(dtype: torch.dtype) -> None:
+    (bucket,) = packed_buckets([("x", torch.zeros(4).to(dtype))], 1024)
+    (record,) = WeightSender(SimpleNamespace(), SimpleNamespace())._records(bucket)  # type: ignore[arg-type]
+    assert (record.name, record.shape) == ("x", (4,))
+    header = json.loads(save({"x": torch.zeros(4).to(dtype)})[8:].split(b"}}")[0] + b"}}")
+    assert record.dtype == header["x"]["dtype"]

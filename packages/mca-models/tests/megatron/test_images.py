@@ -1,6 +1,7 @@
 """Reasons why a model takes no images, its parts, and the channels of each position."""
 
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,11 +13,12 @@ from transformers import Gemma3Config
 
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
+from mca_models.media import ImageSpan
 from mca_models.megatron.features.media import image_problems, image_reach
 from mca_models.megatron.features.media_features import assign_images, compute_image_features
 from mca_models.megatron.features.mrope import mrope_axes
+from mca_models.megatron.features.processor_media import sequence_media
 from mca_models.megatron.features.vision_tower import model_part, model_parts, vision_model
-from mca_models.megatron.forward import require_no_images
 from mca_models.templates import config_from_hf, get_family
 
 VIRTUAL = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
@@ -103,9 +105,39 @@ def test_placeholders_are_no_words(case: str, key: str) -> None:
     config = config_from_hf(tiny_vision.described(case))
     assert config.vision_fields is not None
     place = config.vision_fields[key]
-    require_no_images(config, torch.tensor([[1, 2]]))
-    with pytest.raises(McaError, match=f"input_ids have {place}, the placeholder of images"):
-        require_no_images(config, torch.tensor([[1, place]]))
+    assert sequence_media(torch.tensor([1, 2]), None, config) is None
+    with pytest.raises(
+        McaError, match=r"input_ids have placeholders: 1 of images; the media .* have 0 tokens"
+    ):
+        sequence_media(torch.tensor([1, place]), None, config)
+
+
+def test_outputs_of_a_processor_are_checked() -> None:
+    config = config_from_hf(tiny_vision.described("qwen3_vl"))
+    assert config.vision_fields is not None
+    image, video = (config.vision_fields[f"{medium}_token_id"] for medium in ("image", "video"))
+    pictures = {"pixel_values": torch.zeros(4, 96), "image_grid_thw": torch.tensor([[1, 2, 2]])}
+    ids = torch.tensor([1, image, 2])
+    found = sequence_media(ids, {**pictures, "mm_token_type_ids": torch.zeros(3)}, config)
+    assert found is not None
+    assert found.places == (ImageSpan(1, 1, 1),)
+    for tokens, given, error in (
+        ([image, image], pictures, "2 placeholders of images, but the processor's outputs are for 1"),
+        ([image], {**pictures, "audio_values": torch.ones(1)}, "^audio_values: no output of the processor"),
+        ([image, 1], {**pictures, "image_grid_thw": torch.tensor([[2, 2, 1]])}, "an image of 2 frames"),
+        ([video], {"pixel_values_videos": torch.zeros(1, 1)}, "pixel_values_videos without video_grid_thw"),
+        ([image], found, "the media of the sequence have 1 tokens|ends at token 2 of 1"),
+        (
+            [image, 1],
+            found,
+            "input_ids have placeholders: 1 of images; the media of the sequence have 1 tokens",
+        ),
+    ):
+        with pytest.raises(McaError, match=error):
+            sequence_media(torch.tensor(tokens), given, config)  # type: ignore[arg-type]
+    text = replace(config, vision=None)
+    with pytest.raises(McaError, match="a qwen3_vl model takes no media; pass text only"):
+        sequence_media(ids, pictures, text)
 
 
 def test_audio_of_a_model_without_an_audio_tower_is_refused() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from mca_models.megatron.log_probs import forward
 from mca_models.megatron.log_probs.forward import _Rows
 from mca_models.megatron.state import fingerprint
 from mca_models.megatron.state.fingerprint import _sum
@@ -38,3 +39,27 @@ def test_a_fingerprint_leaves_out_padded_rows_of_the_vocabulary(
 
     assert len(fingerprint._true_rows(param(True), tensor, models)) == rows
     assert len(fingerprint._true_rows(param(False), tensor, models)) == 4
+
+
+@pytest.mark.parametrize("lengths", [(), (3,), (2, 5, 4)])
+def test_ropes_are_as_long_as_the_longest_sequence(lengths, monkeypatch):
+    longest: list[int] = []
+    monkeypatch.setattr(forward.parallel, "context_group", lambda: SimpleNamespace(rank=int, size=lambda: 1))
+    monkeypatch.setattr(forward, "set_longest_sequence", lambda ropes, length: longest.append(length))
+    rows: Any = SimpleNamespace(
+        _batch=SimpleNamespace(input_ids=torch.arange(20), packed=False),
+        _device=torch.device("cpu"),
+        count=1,
+        height=3,
+        length=6,
+        _sequence_rows=lambda number: [(row, 0, torch.arange(n)) for row, n in enumerate(lengths)],
+        _lengths=lambda number: None,
+        _positions=lambda number, lengths: torch.zeros(3, 6, dtype=torch.int64),
+        _rank_tokens=lambda lengths, rank, size: torch.arange(6),
+        _given_experts=lambda number, own: None,
+    )
+    (inputs,) = _Rows.micro_batches(rows, [])
+    assert longest == [max(lengths, default=0)]
+    for row, length in enumerate(lengths):
+        assert inputs["input_ids"][row].tolist() == [*range(length), *[0] * (6 - length)]
+        assert inputs["labels"][row].tolist() == [*range(1, length), *[0] * (7 - length)]

@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from mca_config.errors import McaError
-from mca_models.quantization.hf_config import config_without_quantization, read_quantization_config
-from mca_models.quantization.hf_tensors import dequantize
+from mca_models.quantization.hf_tensors import (
+    config_without_quantization,
+    dequantize,
+    read_quantization_config,
+)
 from mca_models.storage.safetensors import TensorInfo, read_header
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}

@@ -17,7 +17,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
 from mca_models.checkpoint.hf_writer import HfLayout
-from mca_models.quantization.hf_config import is_linear
+from mca_models.quantization.hf_tensors import is_linear
 from mca_models.templates import FAMILIES, config_from_hf
 from mca_models.templates.parts.vision_tower import SPELLING
 from mca_models.templates.shapes import full_shape

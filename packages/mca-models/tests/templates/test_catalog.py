@@ -10,7 +10,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_M
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from mca_config.errors import McaError
-from mca_config.page_tables import update_document
+from mca_config.reference import update_document
 from mca_models.templates import FAMILIES, config_from_hf, page
 from mca_models.templates.catalog import REFUSED, SUPPORTED
 

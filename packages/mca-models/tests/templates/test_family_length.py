@@ -15,7 +15,7 @@ BOUND = 40
 
 LONGER = {
     "a table of a vision model's tensors": (
-        *("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker", "glmasr"),
+        *("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker", "glmasr", "cohere2_vision", "idefics3"),
         *(
             "gemma4",
             "gemma4_unified",
@@ -30,9 +30,10 @@ LONGER = {
         ),
     ),
     "layers with a state beside those with attention, under keys and names of their own": (
-        *("falcon_h1", "granitemoehybrid", "kimi_linear", "lfm3", "minimax", "nemotron_h", "olmo_hybrid"),
-        *("qwen3_5_moe_text", "qwen3_next"),
+        *("bailing_hybrid", "falcon_h1", "granitemoehybrid", "kimi_linear", "lfm3", "minimax", "nemotron_h"),
+        *("olmo_hybrid", "qwen3_5_text", "qwen3_next"),
     ),
+    "a dense form and one with experts": ("qwen3_vl",),
     "windows, ropes, heads, norms or experts that differ by layer, in several forms of config.json": (
         *("afmoe", "cohere2_moe", "ernie4_5_moe", "gemma4_text", "granite_swa", "llama4_text"),
         "mimo_v2_flash",

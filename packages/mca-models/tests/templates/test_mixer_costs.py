@@ -17,13 +17,14 @@ def sizes(width: int = 2) -> Any:
     return SimpleNamespace(tokens=TOKENS, width=width, layout=SimpleNamespace(tp=TP), frozen=False, rms=True)
 
 
-def config(*, by_channel: bool) -> Any:
+def config(*, by_channel: bool, low_rank: bool = True) -> Any:
     linear = SimpleNamespace(
         linear_num_key_heads=KEY_HEADS,
         linear_num_value_heads=VALUE_HEADS,
         linear_key_head_dim=KEY,
         linear_value_head_dim=VALUE,
         linear_channel_decay=by_channel,
+        linear_low_rank_gates=low_rank,
     )
     return SimpleNamespace(linear_attention=linear, hidden_size=HIDDEN)
 
@@ -33,6 +34,9 @@ def test_a_gated_delta_net_multiplies_by_both_projections_and_within_chunks() ->
     values = VALUE_HEADS * VALUE
     projections = HIDDEN * (2 * KEY_HEADS * KEY + 2 * values + 2 * VALUE_HEADS) + values * HIDDEN
     assert DELTA_NET_COSTS.weights(config(by_channel=False), sizes()) == projections / TP
+    full_rank = HIDDEN * VALUE_HEADS * (KEY - 1)
+    gated = config(by_channel=True, low_rank=False)
+    assert DELTA_NET_COSTS.weights(gated, sizes()) == (projections + full_rank) / TP
     within, states = CHUNK * (3 * KEY + 2 * VALUE), 3 * KEY * VALUE
     assert (
         DELTA_NET_COSTS.flops(config(by_channel=False), sizes())

@@ -289,6 +289,7 @@ CARRIED = {
     "minimax_m3_vl_text": ("mtp.layers.0.eh_proj.weight", "model.mtp.norm.weight"),
     "nemotron_h": ("mtp.layers.0.eh_proj.weight", "mtp.layers.1.mixer.gate.weight"),
     "olmo_hybrid": ("mtp.fc.weight", "mtp.norm.weight"),
+    "bailing_hybrid": ("model.layers.4.attention.dense.weight", "model.layers.4.eh_proj.weight"),
 }
 """Tensors of MTP layers, under names of published files; the tiny models have four layers."""
 
@@ -376,3 +377,18 @@ def test_prediction_layers_use_the_checkpoint_not_the_count(tmp_path: Path) -> N
     assert found.extra["hf_duplicates"] == ["model.layers.4.embed_tokens.weight"]
     prediction = [param for param in family.params(found) if param.mca_name().startswith("mtp.")]
     assert "model.layers.4.self_attn.kv_b_proj.weight" in {n for p in prediction for n in p.hf_names()}
+
+
+@pytest.mark.parametrize(
+    ("change", "new"),
+    [
+        ({}, False),
+        ({"multi_query": False, "num_kv_heads": 2}, True),
+        ({"new_decoder_architecture": True, "num_kv_heads": 1}, True),
+        ({"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1}, True),
+        ({"parallel_attn": False, "multi_query": False}, False),
+    ],
+)
+def test_falcon_has_the_new_architecture_only_where_it_needs_it(change: dict[str, Any], new: bool) -> None:
+    config = config_from_hf({**tiny_hf.SIZE, "model_type": "falcon", **change})
+    assert config_to_hf(replace(config, hf_config={}))["new_decoder_architecture"] is new

@@ -1,5 +1,6 @@
 """Families with a vision model: every tensor and every key of ``config.json``, as transformers saves them."""
 
+import copy
 import json
 import logging
 from collections.abc import Iterator
@@ -344,3 +345,23 @@ def test_what_cannot_be_represented_is_refused_by_name(
         hf[key] = {**hf[key], **value} if isinstance(value, dict) else value
     with pytest.raises(McaError, match=message):
         config_from_hf(hf)
+
+
+@pytest.mark.parametrize(
+    ("case", "sizes"),
+    [
+        ("internvl", {"image_size": [28, 56], "patch_size": [14, 28]}),
+        ("internvl", {"image_size": [56, 28], "patch_size": [7, 14]}),
+    ],
+)
+def test_height_and_width_of_a_tower_are_kept_apart(case: str, sizes: dict[str, list[int]]) -> None:
+    hf = tiny_vision.described(case)
+    hf["vision_config"] |= sizes
+    with torch.device("meta"):
+        model = transformers.AutoModelForImageTextToText.from_config(
+            transformers.AutoConfig.for_model(**copy.deepcopy(hf))
+        )
+    expected = {name: tuple(x.shape) for name, x in model.state_dict().items()}
+    family = get_family(hf["model_type"])
+    config = family.with_checkpoint_names(config_from_hf(hf), expected.keys(), expected)
+    assert family.hf_shapes(config) == expected

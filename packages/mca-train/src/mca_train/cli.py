@@ -1,6 +1,6 @@
 """The ``mca-train`` command: selection of the sub-command, and exit codes.
 
-It reads no configuration and imports no torch; ``reference.program`` describes the commands, ``run`` executes them.
+It imports no torch; ``reference.program`` describes the commands, ``run`` executes them.
 """
 
 import sys
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from mca_config.errors import McaError, UsageError, raise_problems
 from mca_config.program import Program, fail
 from mca_config.streams import safe_streams
+from mca_config.types import Values
 from mca_train.launch.signals import Stopped
 from mca_train.reference.program import program
 from mca_train.tasks.table import TASKS
@@ -59,33 +60,35 @@ def _run(known: Program, words: list[str]) -> int:
     usage = known.commands[command].usage
     kind, config = _kind_and_file(command, usage, options.operands, parser.flags, overrides)
     from mca_train.launch.environment import one_thread_until_forked, started_by_launcher
+    from mca_train.run.settings import load_values
 
+    values, where = load_values(config, overrides)
     if command == "plan" or not started_by_launcher():
         one_thread_until_forked()  # before torch is imported below
-        if "torch" not in sys.modules and _fails_before_imports(command, kind, config, overrides, options):
+        if "torch" not in sys.modules and _fails_before_imports(command, kind, values, where, options):
             return 2
     if command == "tokenize":
         from mca_train.run.tokenize_command import tokenize
 
-        return tokenize(config, overrides, options.output_prefix)
+        return tokenize(values, where, options.output_prefix)
     if command == "data":
         from mca_train.run.data_preview import print_data
 
-        return print_data(kind, config, overrides)
+        return print_data(kind, values, where)
     if command == "plan" or kind is None:
         from mca_config.parser import from_namespace
         from mca_train.plan.options import PlanOptions
         from mca_train.run.plan_command import print_plan
 
-        return print_plan(kind, config, overrides, from_namespace(PlanOptions, options))
+        return print_plan(kind, values, where, from_namespace(PlanOptions, options))
     from mca_train.run.train import run
 
     again = [sys.executable, "-m", "mca_train", command, *words]
-    return run(kind, config, overrides, again)
+    return run(kind, values, where, again)
 
 
 def _fails_before_imports(
-    command: str, kind: Task | None, config: Path | None, overrides: list[str], options: "Namespace"
+    command: str, kind: Task | None, values: Values, where: str, options: "Namespace"
 ) -> bool:
     """Report wrong keys and missing files at once, not after the imports of the command, which take seconds.
 
@@ -97,16 +100,16 @@ def _fails_before_imports(
     from mca_train.run import early_check
 
     if command == "tokenize":
-        early_check.check_tokenize(config, overrides)
+        early_check.check_tokenize(values, where)
     elif command == "data":
-        early_check.check_data(kind, config, overrides)
+        early_check.check_data(kind, values, where)
     elif command == "plan" or kind is None:
         chosen = from_namespace(PlanOptions, options)
-        problems = early_check.plan_problems(kind, config, overrides, chosen)
+        problems = early_check.plan_problems(kind, values, where, chosen)
         sys.stdout.write(chosen.render_impossible(problems) if problems else "")
         return bool(problems)
     else:
-        early_check.check_run(kind, config, overrides)
+        early_check.check_run(kind, values, where)
     return False
 
 

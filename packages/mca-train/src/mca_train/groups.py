@@ -80,15 +80,11 @@ def _over_data(values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
     return values
 
 
-def sum_over_samples(values: Tensor) -> Tensor:
-    """Sum ``values`` over data- and context-parallel ranks; all ranks of a model replica must have equal values."""
-    total = values.clone()
-    dist.all_reduce(total, group=data_group_with_context())
-    return total
-
-
 def sum_over_samples_on_host(values: Tensor) -> Tensor:
-    """Sum ``values`` in host memory like `sum_over_samples`, over gloo and without waiting for the GPU."""
+    """Sum ``values`` in host memory over data- and context-parallel ranks, by gloo and without waiting for the GPU.
+
+    All ranks of a model replica must have equal values.
+    """
     from megatron.core import parallel_state
 
     total = values.clone()

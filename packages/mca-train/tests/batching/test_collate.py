@@ -33,6 +33,7 @@ def test_pads_to_the_longest_of_the_step_and_shifts_the_labels():
     assert micro.loss_mask.tolist() == [[1, 1, 0, 0, 0], [1, 1, 1, 1, 0]]
     assert micro.tokens_remaining.tolist() == [[2, 1, 0, -1, -2], [4, 3, 2, 1, 0]]
     assert (step.seq_length, step.num_samples, step.num_tokens, step.squares) == (5, 2, 8, 9 + 25)
+    assert micro.longest == 5
     assert batch([0, 1], packed=True).squares == 9 + 25
 
 
@@ -192,6 +193,17 @@ def test_what_a_collator_leaves_out_is_that_of_the_samples():
             for name in ("values", "tokens_remaining", "labels", "loss_mask"):
                 assert getattr(ours, name).tolist() == getattr(theirs, name).tolist(), name
         assert found.num_tokens == wanted.num_tokens == 7
+
+
+def test_a_collator_may_change_tokens_of_a_sample_that_it_does_not_pad():
+    def masked(features):
+        rows = padded(features, "input_ids", "labels")
+        rows["input_ids"][0, 1] = 99
+        return rows
+
+    samples = [{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}, {"input_ids": [8], "labels": [8]}]
+    made = StepCollator(collate=masked, micro_batch_size=2)([(sample, True) for sample in samples])
+    assert made.num_tokens == 4
 
 
 @pytest.mark.parametrize("kind", ["uint16", "uint32", "int32"])

@@ -17,6 +17,7 @@ class Batch:
     cu_seqlens: torch.Tensor | None
     image_tokens: int = 0
     audio_tokens: int = 0
+    sections: torch.Tensor | None = None
     attention_ends: torch.Tensor | None = None
     feature_rows: torch.Tensor | None = None
     images: Mapping[str, torch.Tensor] | None = None

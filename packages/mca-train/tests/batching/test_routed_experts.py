@@ -142,3 +142,12 @@ def test_columns_of_a_hugging_face_dataset_are_lists():
     rows = [{name: x.tolist() for name, x in sample.items()} for sample, _ in samples()]
     (micro,) = collate([(row, True) for row in Dataset.from_list(rows)]).micro_batches
     assert micro.routed_experts.tolist() == collate(samples()).micro_batches[0].routed_experts.tolist()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_padding_behind_a_pack_has_no_experts(count):
+    (micro,) = collate(samples()[:count], packed=True, length=24).micro_batches
+    is_padding = micro.input_ids[0] == 0
+    assert is_padding.sum() == 24 - sum(LENGTHS[:count])
+    assert (micro.routed_experts[0, is_padding] == -1).all()
+    assert (micro.routed_experts[0, ~is_padding] >= 0).all()

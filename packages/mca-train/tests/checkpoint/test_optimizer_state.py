@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from mca_config.errors import McaError
-from mca_train.checkpoint import optimizer_state
+from mca_train.checkpoint import distributed_optimizer, optimizer_state
+from mca_train.checkpoint.writer import raise_save_errors
+from mca_train.engine import offload
 
 
 def test_a_leaf_that_is_stored_as_several_tensors_needs_all_of_them(
@@ -50,3 +52,73 @@ def test_padded_rows_that_a_checkpoint_lacks_are_zero_on_each_rank(offset: int, 
     leaf: Any = SimpleNamespace(allow_shape_mismatch=True, prepend_axis_num=1, global_offset=(0, offset))
     found: Any = optimizer_state._without_padding(torch.ones(4, 2), leaf, (3, 6))
     assert found.any(1).tolist() == [True] * kept + [False] * (4 - kept)
+
+
+def test_chained_optimizers_have_the_keys_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layout with expert parallelism has two optimizers, and must read the state of a layout with one."""
+    from megatron.core.dist_checkpointing import ShardedTensor
+    from megatron.core.optimizer.optimizer import ChainedOptimizer
+
+    monkeypatch.setattr(optimizer_state.groups, "data_group_with_context", lambda: None)
+    keys = ["optimizer.state.exp_avg.dense", "optimizer.state.exp_avg.experts"]
+    singles = [
+        SimpleNamespace(
+            init_state_fn=print,
+            optimizer=SimpleNamespace(state={0: {}}),
+            sharded_state_dict=lambda *_, key=key, **__: {
+                0: ShardedTensor.from_rank_offsets(key, torch.zeros(2))
+            },
+        )
+        for key in keys
+    ]
+    chained: Any = ChainedOptimizer([])
+    chained.chained_optimizers, chained._synchronize_steps = singles, lambda: None
+    state = optimizer_state._sharded(chained, [], loading=False)
+    assert [leaf.key for _, _, leaf in optimizer_state._leaves(state)] == keys
+
+
+@pytest.mark.parametrize(
+    ("held", "requested"),
+    [
+        ((), {"exp_avg", "exp_avg_sq", "param"}),
+        (("param",), {"exp_avg", "exp_avg_sq", "param"}),
+        (("momentum_buffer", "param"), {"momentum_buffer", "param"}),
+        (("exp_avg", "exp_avg_sq"), {"exp_avg", "exp_avg_sq", "param"}),
+    ],
+)
+def test_a_shard_without_state_yet_requests_that_of_adam(
+    held: tuple[str, ...], requested: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distributed_optimizer, "_local_shards", lambda *_: dict.fromkeys(held))
+    found = distributed_optimizer._empty_full(None, torch.nn.Parameter(torch.zeros(2, 3)))  # type: ignore[arg-type]
+    assert found.keys() == requested and all(each.shape == (2, 3) for each in found.values())
+
+
+@pytest.mark.parametrize(
+    ("groups", "states", "step"),
+    [
+        ([], [], 0),
+        ([{}], [{"exp_avg": 0}], 0),
+        ([{}, {"step": 2}], [{}], 2),
+        ([{"step": 2}], [{"step": torch.tensor(3.0)}], 3),
+    ],
+)
+def test_the_step_of_optimizers_is_kept_by_group_or_by_parameter(
+    groups: list[dict[str, int]], states: list[dict[str, Any]], step: int
+) -> None:
+    single: Any = SimpleNamespace(param_groups=groups, state=dict(enumerate(states)))
+    assert offload._step([single]) == step
+
+
+@pytest.mark.parametrize("result", [None, (0, [1]), (0, OSError("full"))])
+def test_the_error_of_a_process_that_saves_is_raised(result: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    monkeypatch.setattr(FileSystemWriterAsync, "write_preloaded_data", staticmethod(lambda: result))
+    with raise_save_errors():
+        if result is not None and isinstance(result[1], OSError):
+            with pytest.raises(OSError, match="full"):
+                FileSystemWriterAsync.write_preloaded_data()
+        else:
+            assert FileSystemWriterAsync.write_preloaded_data() == result
+    assert FileSystemWriterAsync.write_preloaded_data() == result

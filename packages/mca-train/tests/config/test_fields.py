@@ -8,8 +8,8 @@ from typing import Literal
 import pytest
 
 from mca_config.errors import UsageError
-from mca_config.fields import cast
-from mca_train.config.run_config import build
+from mca_config.fields import build, cast
+from mca_config.printable import suggestion
 from mca_train.run.settings import parse_overrides, read_yaml
 
 
@@ -31,7 +31,10 @@ class Example:
 
 
 def make(values):
-    return build([Example], values, where="c.yaml", otherwise="the manual lists them")[0]
+    def unknown(key, known):
+        return f"unknown key '{key}'{suggestion(key, known, 'the manual lists them')}"
+
+    return build([Example], values, where="c.yaml", unknown=unknown)[0]
 
 
 def test_values_take_the_types_of_their_fields():

@@ -11,9 +11,9 @@ import torch
 from image_samples import ANSWER, asked, text
 
 from mca_config.errors import McaError
+from mca_models.megatron.features.sequence_media import join_tensors
 from mca_train.data.audio_files import AudioFile, open_audio
 from mca_train.data.image_rows import ImageReader
-from mca_train.data.image_tokens import join_tensors
 from mca_train.data.row_paths import RowPaths
 from mca_train.tasks.load import load_stream, load_tokenized
 from mca_train.tasks.table import TASKS
@@ -284,8 +284,8 @@ def test_models_and_kinds_without_audio_say_so(tokenizer, folder):
     row = asked({"type": "audio", "path": "low.wav"}, text("?"))
     with pytest.raises(McaError, match="row 0: a llama model does not support audio; remove it"):
         load([row], tokenizer, folder, model="llama")
-    with pytest.raises(McaError, match=r"only mca-train sft, dpo and kto support audio"):
-        load([{**row, "label": "a"}], tokenizer, folder, kind="classify", num_labels=2)
+    with pytest.raises(McaError, match="is an audio clip, which needs a model with a tower"):
+        load([{**row, "label": "a"}], tokenizer, folder, kind="classify", num_labels=2, model="llama")
 
 
 def test_inputs_of_samples_with_different_media_are_joined_and_padded():

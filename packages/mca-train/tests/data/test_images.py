@@ -249,9 +249,41 @@ def test_models_and_kinds_that_take_no_images_say_so(tokenizer, folder):
     with pytest.raises(McaError, match="row 0: a qwen2_5_vl model does not support images"):
         load([row], tokenizer, folder, vision=False)
     with pytest.raises(
-        McaError, match="row 0: a part of a message is an image; only mca-train sft, dpo and kto support"
+        McaError, match="row 0: a part of a message is an image, which needs a model with a tower"
     ):
-        load([{**row, "label": 1}], tokenizer, folder, kind="classify", arguments=Labels, num_labels=2)
+        classes([{**row, "label": 1}], tokenizer, folder, vision=False)
+    with pytest.raises(McaError, match=r"row 0: 0 placeholders of images .* but 1 image"):
+        classes([{"text": "<image>?", "label": 1, "images": ["small.png"]}], tokenizer, folder)
+
+
+def classes(rows, tokenizer, folder, **options):
+    return load(rows, tokenizer, folder, kind="classify", arguments=Labels, num_labels=2, **options)
+
+
+def test_rows_with_scores_have_the_images_of_other_kinds(tokenizer, folder):
+    row = asked({"type": "image", "path": "wide.png"}, text("what?"))
+    (plain,), (found,) = load([row], tokenizer, folder), classes([{**row, "label": 1}], tokenizer, folder)
+    assert found["input_ids"].tolist() == plain["input_ids"].tolist()
+    assert placed(found) == placed(plain)
+    assert found["values"].tolist() == [1.0]
+
+
+def test_pairs_that_images_make_too_long_are_left_out(tokenizer, folder, caplog):
+    answers = {
+        side: [{"role": "assistant", "content": said}] for side, said in (("chosen", "a"), ("rejected", "b"))
+    }
+    prompts = [
+        [{"role": "user", "content": [{"type": "image", "path": name}]}]
+        for name in ("large.png", "small.png")
+    ]
+    rows = [{"prompt": prompt, **answers} for prompt in prompts]
+    whole = load(rows, tokenizer, folder, kind="reward")
+    (longest, _), (shorter, _) = whole.lengths.tolist()
+    assert longest > shorter
+    (found,) = load(rows, tokenizer, folder, kind="reward", seq_length=longest - 1)
+    assert len(found["chosen_input_ids"]) == shorter
+    assert placed({"images": found["rejected_images"]}) == placed({"images": whole[1]["rejected_images"]})
+    assert "1 of 2 rows do not have both answers whole" in caplog.text
 
 
 def test_a_row_that_ends_within_an_image_is_left_out_and_counted(tokenizer, folder, caplog):

@@ -333,3 +333,13 @@ def test_an_answer_of_weight_0_is_no_target(template):
     assert words(tokenizer, tokenize_chat(tokenizer, turns)) == [
         "x;" if template == MARKED else "x<|im_end|>\n"
     ]
+
+
+def test_an_earlier_answer_that_is_written_otherwise_ends_with_the_text_that_ends_the_last():
+    """A last answer opens with an empty thought (Qwen3's habit), and the end of a turn is no token."""
+    template = (
+        "{% for m in messages %}[{{ m['role'] }}]{% if loop.last and m['role'] == 'assistant' %}(){% endif %}"
+        "{{ m['content'] }};{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    tokenizer = byte_tokenizer(template)
+    assert "".join(learnt(tokenizer, tokenize_chat(tokenizer, TURNS))) == "jaĠnein;()x;"

@@ -452,8 +452,8 @@ def test_models_and_kinds_without_videos_say_so(tokenizer, folder):
     row = asked({"type": "video", "path": "clip.mp4"}, text("?"))
     with pytest.raises(McaError, match="row 0: a qwen2_5_vl model does not support videos; remove them"):
         load([row], tokenizer, folder, vision=False)
-    with pytest.raises(McaError, match=r"only mca-train sft, dpo and kto support videos"):
-        load([{**row, "label": "a"}], tokenizer, folder, kind="classify", num_labels=2)
+    with pytest.raises(McaError, match="is a video, which needs a model with a tower"):
+        load([{**row, "label": "a"}], tokenizer, folder, kind="classify", num_labels=2, vision=False)
 
 
 def test_a_row_that_ends_within_a_video_is_left_out(tokenizer, folder, caplog):

@@ -9,7 +9,7 @@ import torch
 
 from mca_config import TrainingArguments
 from mca_models.megatron import platform
-from mca_train.engine import optimizer
+from mca_train.engine import engine, optimizer
 from mca_train.engine.engine import _fixed_arguments
 from mca_train.engine.optimizer import _set_muon_qkv_shapes, optimizer_settings
 
@@ -101,3 +101,72 @@ def test_rates_of_a_run_are_fixed_if_a_part_has_its_own(rate: float | None, tmp_
         output_dir=str(tmp_path), use_cpu=True, report_to="none", projector_learning_rate=rate
     )
     assert ("learning_rate" in _fixed_arguments(args)) == (rate is not None)
+
+
+_DEFAULTS = {
+    "optimizer": "adam",
+    "lr": 5e-5,
+    "weight_decay": 0.0,
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.999,
+    "adam_eps": 1e-8,
+    "sgd_momentum": 0.0,
+    "optimizer_offload_fraction": 1.0,
+    "initial_loss_scale": 65536.0,
+    "store_param_remainders": False,
+    "clip_grad": 1.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings"),
+    [
+        ({}, {}),
+        ({"max_grad_norm": 0.0}, {"clip_grad": 0.0}),
+        ({"max_grad_norm": None}, {"clip_grad": 0.0}),
+        ({"learning_rate": 1e-3, "weight_decay": 0.1}, {"lr": 1e-3, "weight_decay": 0.1}),
+        ({"adam_beta1": 0.8, "adam_beta2": 0.95}, {"adam_beta1": 0.8, "adam_beta2": 0.95}),
+        ({"optimizer": "sgd", "sgd_momentum": 0.9}, {"optimizer": "sgd", "sgd_momentum": 0.9}),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_every_setting_of_the_optimizer(
+    dtype: str, changes: dict[str, Any], settings: dict[str, Any], tmp_path: Path
+) -> None:
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none", **changes)
+    params = getattr(torch, dtype)
+    halves = {"bf16": dtype == "bfloat16", "fp16": dtype == "float16", "params_dtype": params}
+    assert optimizer_settings(args, params) == _DEFAULTS | halves | settings
+
+
+@pytest.mark.parametrize(("given", "in_fp32"), [(None, True), (True, True), (False, False)])
+def test_gradients_are_summed_in_fp32_unless_told(
+    given: bool | None, in_fp32: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    platform.prepare()
+    import megatron.core.distributed as upstream
+
+    wrapped: list[Any] = []
+    monkeypatch.setattr(
+        upstream,
+        "DistributedDataParallel",
+        lambda config, ddp_config, chunk, **options: wrapped.append((ddp_config, options)) or chunk,
+    )
+    for name in ("unwrap", "register_wrapper"):
+        monkeypatch.setattr(engine, name, lambda *_: None)
+    monkeypatch.setattr(engine, "defer_vision_grad_sync", lambda wrapper, chunk: deferred.append(chunk))
+    deferred: list[Any] = []
+    given_args = {} if given is None else {"accumulate_allreduce_grads_in_fp32": given}
+    for overlapped in (False, True):
+        args = TrainingArguments(
+            output_dir=str(tmp_path),
+            use_cpu=True,
+            report_to="none",
+            overlap_grad_reduce=overlapped,
+            **given_args,
+        )
+        chunks: Any = [SimpleNamespace(config=None), SimpleNamespace(config=None)]
+        assert engine.Engine._wrap(SimpleNamespace(_args=args), chunks) == chunks  # type: ignore[arg-type]
+        assert deferred == (chunks if overlapped else [])
+    assert {ddp_config.grad_reduce_in_fp32 for ddp_config, _ in wrapped} == {in_fp32}
+    assert [ddp_config.overlap_grad_reduce for ddp_config, _ in wrapped] == [False, False, True, True]

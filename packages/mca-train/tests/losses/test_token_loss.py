@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from mca_train.losses import label_smoothing
 from mca_train.losses.token_loss import require_sums, sequence_loss
 
 
@@ -34,3 +35,15 @@ def test_a_view_is_copied_and_keeps_its_gradient() -> None:
 def test_another_tensor_is_taken_as_it_is() -> None:
     loss = torch.tensor(1.0)
     assert require_sums((loss, torch.tensor(1)), "Own")[0] is loss
+
+
+def test_smoothing_subtracts_the_mean_of_many_logits_in_fp32() -> None:
+    torch.manual_seed(0)
+    logits = 10 + torch.randn(2, 3, 1000)
+    labels = torch.randint(990, (2, 3))
+    found = label_smoothing._Share.apply(logits, labels, 990, 990)
+    wide = logits[..., :990].double()
+    expected = wide.gather(-1, labels[..., None]).squeeze(-1) - wide.mean(-1)
+    torch.testing.assert_close(
+        found.double(), expected, rtol=0, atol=1e-4
+    )  # fp32 sums of 990 numbers near 10

@@ -9,7 +9,7 @@ from transformers import Trainer
 
 from mca_config.errors import McaError
 from mca_train import groups
-from mca_train.metrics.metric_accumulator import MetricAccumulator
+from mca_train.metrics.metric_accumulator import AuxLossMeter, MetricAccumulator
 from mca_train.trainer.hf_shims import name_missing_metric
 
 
@@ -51,3 +51,13 @@ def test_a_best_model_by_what_was_not_counted_is_refused_in_one_line() -> None:
         Trainer._determine_best_metric(trainer, metrics={"eval_loss": 1.0}, trial=None)
     with pytest.raises(KeyError, match="another"), name_missing_metric(args):
         raise KeyError("another")
+
+
+def test_mtp_losses_of_all_chunks_are_summed_in_fp64() -> None:
+    losses = [
+        torch.tensor([1 / 3, 1e-12], dtype=torch.float64),
+        torch.tensor([1e9, 1.0], dtype=torch.float64),
+    ]
+    chunks = [SimpleNamespace(mca_mtp_loss=SimpleNamespace(losses=each)) for each in losses]
+    accumulator: Any = SimpleNamespace(_prediction=2, _chunks=[*chunks, SimpleNamespace()])
+    assert torch.equal(AuxLossMeter._mtp_losses(accumulator), losses[0] + losses[1])

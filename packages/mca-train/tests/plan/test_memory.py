@@ -122,3 +122,18 @@ def test_a_models_configuration_is_read_with_suspicion(make: Any, said: str, tmp
     with pytest.raises(McaError, match=said) as caught:
         model_config(str(tmp_path))
     assert str(tmp_path) in str(caught.value)
+
+
+def test_adam_on_the_cpu_works_on_a_ranks_share_of_the_largest_parameter(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {
+        "output_dir": str(tmp_path),
+        "bf16": True,
+        "use_cpu": True,
+        "report_to": "none",
+    }
+    found = {}
+    for distributed in (False, True):
+        args = TrainingArguments(**settings, use_distributed_optimizer=distributed)
+        found[distributed] = make_plan(config_from_hf(LLAMA_405B), args, 1, 2).stages[0].temporaries
+    assert found[False] == 4 * 128256 * 16384
+    assert found[True] <= found[False] / 2, "of two ranks; less where a layer needs more than the optimizer"

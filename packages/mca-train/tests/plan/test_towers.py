@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import Qwen2VLConfig
 
 from mca_config.errors import UsageError
 from mca_config.model_config import McaModelConfig
@@ -89,3 +90,14 @@ def test_images_may_fill_a_sequence() -> None:
     assert plan_images(config, frozenset(), 2 * needed, takes=True, count=2) is not None
     with pytest.raises(UsageError, match=f"^--images 2: they are {2 * needed} tokens"):
         plan_images(config, frozenset(), 2 * needed - 1, takes=True, count=2)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "inner"),
+    [({"embed_dim": 64, "mlp_ratio": 3}, 192), ({"embed_dim": 64, "mlp_ratio": 4}, 256)],
+)
+def test_the_width_of_an_mlp_may_be_a_multiple_of_the_hidden_size(sizes: dict[str, int], inner: int) -> None:
+    hf = Qwen2VLConfig(vision_config={"depth": 2, "num_heads": 4, "hidden_size": 48, **sizes}).to_dict()
+    tower = VisionTower.from_config(config_from_hf(hf))
+    assert tower is not None
+    assert (tower.hidden, tower.inner, tower.features) == (64, inner, 48)

@@ -7,7 +7,7 @@ import pytest
 
 from mca_train.cli import main
 from mca_train.config import model
-from mca_train.run import architectures, plan_command, train
+from mca_train.run import plan_command, rules, train
 
 
 class Counted:
@@ -27,7 +27,7 @@ def counted(monkeypatch):
     monkeypatch.setattr(plan_command, "check", check)
     monkeypatch.setattr(train, "check", check)
     monkeypatch.setattr(model, "model_config", parse)
-    monkeypatch.setattr(architectures, "model_config", parse)
+    monkeypatch.setattr(rules, "model_config", parse)
     return check, parse
 
 

@@ -12,7 +12,7 @@ import yaml
 from mca_config.errors import McaError
 from mca_train.run.early_check import check_run
 from mca_train.run.rules import check
-from mca_train.run.settings import make_settings
+from mca_train.run.settings import load_values, make_settings
 from mca_train.tasks.table import TASKS
 
 HEAVY = ("torch", "transformers", "megatron", "datasets")
@@ -120,7 +120,7 @@ def test_early_messages_are_those_of_the_full_check(name, run, tmp_path, monkeyp
 
     task = TASKS["sft"]
     full = message(lambda: check(task, make_settings(task, values, str(file))).require())
-    assert message(lambda: check_run(task, file, [])) == full
+    assert message(lambda: check_run(task, *load_values(file, []))) == full
     assert (full is None) == (name in ("correct", "enumerations", "derived", "pipeline"))
 
 

@@ -1,8 +1,11 @@
 """Errors that mean that ranks waited for one another in vain."""
 
+from datetime import timedelta
+
 import pytest
 import torch.distributed as dist
 
+from mca_train.trainer import hang_detector
 from mca_train.trainer.hang_detector import HangDetector, is_timeout
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 5000ms for recv"
@@ -40,3 +43,10 @@ def test_the_last_rank_reports_above_the_level_that_is_filtered(rank, level, cap
     detector._store = dist.HashStore()
     detector._report()
     assert [record.levelname for record in caplog.records] == [level]
+
+
+@pytest.mark.parametrize(("timeout", "interval"), [(2, 0.1), (40, 2.0), (10**6, hang_detector._INTERVAL)])
+def test_heartbeats_are_at_most_a_twentieth_of_the_timeout_apart(timeout, interval, monkeypatch):
+    monkeypatch.setattr(hang_detector.parallel, "timeout", lambda: timedelta(seconds=timeout))
+    detector = HangDetector()
+    assert detector._periods() == (interval, timeout / 2)

@@ -17,6 +17,8 @@ class Mla(Section):
     v_head_dim: Width
     rotary_halves: bool = False
     """Checkpoints store RoPE channels as two halves, while Megatron interleaves the channels of a pair."""
+    latent_head_gate: bool = False
+    """A sigmoid gate for each head multiplies the head's output."""
     query_multiplier: float = 1.0
     """Factor on queries."""
     latent_multiplier: float = 1.0

@@ -19,7 +19,7 @@ from mca_models.checkpoint.hf_directory import (
     read_config,
 )
 from mca_models.checkpoint.placement import stored_params
-from mca_models.quantization.hf_config import is_linear, read_quantization_config
+from mca_models.quantization.hf_tensors import is_linear, read_quantization_config
 from mca_models.storage.copy_plan import HF
 from mca_models.storage.dtypes import CODES, ITEM_SIZES
 from mca_models.storage.safetensors import TensorInfo

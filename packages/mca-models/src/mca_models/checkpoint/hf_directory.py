@@ -15,7 +15,7 @@ from mca_config.model_config import McaModelConfig
 from mca_config.printable import counted
 from mca_config.types import JsonObject
 from mca_models.checkpoint.placement import stored_params
-from mca_models.quantization.hf_config import config_without_quantization, read_quantization_config
+from mca_models.quantization.hf_tensors import config_without_quantization, read_quantization_config
 from mca_models.storage.byte_ranges import Gather, Shape
 from mca_models.storage.copy_plan import HF, Side
 from mca_models.storage.dtypes import CODES, DTYPE_NAMES

@@ -15,7 +15,7 @@ from mca_models.checkpoint.hf_directory import CONFIG, INDEX, SINGLE
 from mca_models.checkpoint.placement import stored_params
 from mca_models.quantization import fp8_write
 from mca_models.quantization.fp8_read import SCALE_SUFFIX
-from mca_models.quantization.hf_config import is_linear
+from mca_models.quantization.hf_tensors import is_linear
 from mca_models.storage.atomic import write_file
 from mca_models.storage.byte_ranges import Shape
 from mca_models.storage.copy_plan import HF

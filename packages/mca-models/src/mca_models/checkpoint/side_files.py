@@ -4,6 +4,7 @@ Weights, indexes and configurations are not among them; whoever writes a checkpo
 training run says of itself: the next run that begins from the model writes files of the same names.
 """
 
+import json
 import logging
 import os
 from collections.abc import Iterator
@@ -45,6 +46,8 @@ _SPEAKERS = "spk_dict.pt"
 _FOLDERS = ("additional_chat_templates",)
 """Folders with further files of tokenizers; other folders are not part of the model."""
 
+_OF_LOADING = ("is_local", "local_files_only", "name_or_path")
+"""Keys of ``tokenizer_config.json`` that transformers writes about how a tokenizer was loaded."""
 _OF_TOKENIZERS = ("tokenizer", "chat_template", "special_tokens_map", "added_tokens", "vocab", "merges")
 _DIST_MODEL, _OF_MEGATRON = (
     "dist_model",
@@ -70,7 +73,10 @@ def _by_name(source: Path) -> dict[str, Path]:
 
 
 def different_tokenizer(path: Path, other: Path) -> list[str]:
-    """Return the tokenizer's files in ``other`` that are different or missing in ``path``."""
+    """Return the tokenizer's files in ``other`` that are different or missing in ``path``.
+
+    What ``save_pretrained`` notes about the loading (`_OF_LOADING`) is no difference.
+    """
     files = _by_name(other).items()
     return [
         name for name, file in files if file.name.startswith(_OF_TOKENIZERS) and not _equal(path / name, file)
@@ -94,7 +100,23 @@ def _folders(source: Path) -> list[Path]:
 
 
 def _equal(first: Path, second: Path) -> bool:
-    return first.is_file() and first.read_bytes() == second.read_bytes()
+    if not first.is_file():
+        return False
+    if first.name != "tokenizer_config.json":
+        return first.read_bytes() == second.read_bytes()
+    return _settings(first) == _settings(second)
+
+
+def _settings(file: Path) -> object:
+    """Return what a ``tokenizer_config.json`` says of the tokenizer, or its bytes if it is not a JSON object."""
+    content = file.read_bytes()
+    try:
+        found = json.loads(content)
+    except ValueError:
+        return content
+    if not isinstance(found, dict):
+        return content
+    return {key: value for key, value in found.items() if key not in _OF_LOADING}
 
 
 def side_names(source: Path) -> set[str]:

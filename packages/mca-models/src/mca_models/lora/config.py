@@ -16,6 +16,7 @@ from mca_config.files import read_json, resolve_inside
 from mca_config.types import Typed, Values
 
 _LARGEST_RANK = 1 << 16
+_PEFT_DEFAULTS = {"r": 8, "lora_alpha": 8}
 
 
 def _is_rank(value: object) -> bool:
@@ -35,7 +36,7 @@ def _is_name(value: object) -> bool:
 
 
 def _is_layer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < math.inf
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_list(fits: Callable[[object], bool]) -> Callable[[object], bool]:
@@ -210,7 +211,7 @@ class AdapterConfig:
 
     def rank(self, module: str) -> int:
         """Rank of the adapter on ``module``."""
-        return int(self._pattern_value("rank_pattern", module, "r", 8))
+        return int(self._pattern_value("rank_pattern", module, "r"))
 
     def scale(self, module: str) -> float:
         """The factor of ``lora_B @ lora_A`` on ``module``."""
@@ -219,14 +220,18 @@ class AdapterConfig:
 
     def alpha(self, module: str) -> float:
         """Return the alpha of ``module``, from which ``scale`` follows."""
-        alpha: float = self._pattern_value("alpha_pattern", module, "lora_alpha", 8)
+        alpha: float = self._pattern_value("alpha_pattern", module, "lora_alpha")
         return alpha
 
-    def _pattern_value(self, patterns: str, module: str, default: str, otherwise: int) -> Typed:
+    def _pattern_value(self, patterns: str, module: str, key: str) -> Typed:
         for pattern, value in (self.document.get(patterns) or {}).items():
             if self.names(pattern, module):
                 return value
-        return self.document.get(default, otherwise)
+        return self.without_pattern(key)
+
+    def without_pattern(self, key: str) -> Typed:
+        """Return ``r`` or ``lora_alpha``, which hold where no pattern matches."""
+        return self.document.get(key, _PEFT_DEFAULTS[key])
 
     def names(self, pattern: str, module: str) -> bool:
         """Return whether ``pattern`` of ``rank_pattern`` or ``alpha_pattern`` means ``module``."""

@@ -337,6 +337,6 @@ def _is_joined(config: McaModelConfig, adapter: AdapterConfig, own: Sequence[Tar
 
 def _scaled(adapter: AdapterConfig, joined: Sequence[Target]) -> bool:
     """Return whether PEFT scales the joined factors differently: it doubles rank and alpha of the whole adapter."""
-    usual = adapter.document.get("r", 8), adapter.document.get("lora_alpha", 8)
+    usual = adapter.without_pattern("r"), adapter.without_pattern("lora_alpha")
     sizes = {(adapter.rank(each.module), adapter.alpha(each.module)) for each in joined}
     return bool(sizes) and (bool(adapter.document.get("use_rslora")) or sizes != {usual})

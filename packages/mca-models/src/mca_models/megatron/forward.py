@@ -3,7 +3,8 @@
 No loss is computed and nothing is trained.
 """
 
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -17,23 +18,30 @@ from mca_config.checks import (
     require_learned_positions,
     sequence_multiple,
 )
-from mca_config.errors import McaError
-from mca_config.model_config import McaModelConfig
-from mca_models.media import placeholders
+from mca_config.errors import McaError, raise_problems
+from mca_config.types import JsonObject
 from mca_models.megatron import platform
 from mca_models.megatron.distributed import parallel
+from mca_models.megatron.distributed.collectives import run_on_all_ranks_unwrapped
+from mca_models.megatron.features.media import image_problems
+from mca_models.megatron.features.processor_media import sequence_media
+from mca_models.megatron.features.sequence_media import SequenceMedia, media_joiner
 from mca_models.megatron.layers.rope import length_dependent_ropes, set_longest_sequence
 from mca_models.megatron.layers.zigzag import restore_token_order, take_rank_tokens
 from mca_models.megatron.live_model import LiveModel
-from mca_models.megatron.types import GptModel
+from mca_models.megatron.types import GptModel, MegatronModule
+
+GivenMedia = Sequence[SequenceMedia | Mapping[str, Tensor] | None]
+"""For each sequence the outputs of the checkpoint's processor, or located media such as a sample's; None: none."""
 
 
 @torch.no_grad()
-def model_logits(models: LiveModel, input_ids: Tensor) -> Tensor:
+def model_logits(models: LiveModel, input_ids: Tensor, given: GivenMedia | None = None) -> Tensor:
     """Return the logits; see ``VirtualModels.logits``."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    require_no_images(models.config, input_ids)
+    media: list[SequenceMedia | None] = []
+    run_on_all_ranks_unwrapped(lambda: media.extend(located_media(models, list(input_ids), given)))
     batch, length = input_ids.shape
     if models.config.embedding.learned_positions:
         require_learned_positions(length, models.config.max_position_embeddings)
@@ -45,7 +53,7 @@ def model_logits(models: LiveModel, input_ids: Tensor) -> Tensor:
     with inference(models):
         outputs = get_forward_backward_func()(
             forward_step_func=_forward_step,
-            data_iterator=[_micro(tokens, rows, length) for _ in models.chunks],
+            data_iterator=[_micro(models, chunk, tokens, rows, length, media) for chunk in models.chunks],
             model=list(models.chunks),
             num_microbatches=steps,
             seq_length=tokens.shape[1],
@@ -58,18 +66,42 @@ def model_logits(models: LiveModel, input_ids: Tensor) -> Tensor:
     return _broadcast_logits(models, outputs, shape)[:batch, :length]
 
 
-def require_no_images(config: McaModelConfig, input_ids: Tensor) -> None:
-    """Raise if ``input_ids`` has placeholders of images, which would be treated as words.
+def located_media(
+    models: LiveModel, sequences: Sequence[Tensor], given: GivenMedia | None
+) -> list[SequenceMedia | None]:
+    """Return the media of each sequence.
+
+    Args:
+        models: The model.
+        sequences: Tokens of each.
+        given: Media of each; None: of none.
 
     Raises:
-        McaError: A placeholder of an image or a video is among ``input_ids``.
+        McaError: The media are not those of the placeholders, or the model or its layout does not support them.
     """
-    for medium, token in placeholders(config.vision_fields).items():
-        if bool((input_ids == token).any()):
-            raise McaError(
-                f"input_ids have {token}, the placeholder of {medium}s, which logits and log_probs do not support; "
-                "pass text only, or use McaTrainer.token_values, which takes the images of its samples"
-            )
+    if given is None:
+        given = [None] * len(sequences)
+    if len(given) != len(sequences):
+        raise McaError(
+            f"media has {len(given)} items; expected {len(sequences)}, one for each sequence or None"
+        )
+    found: list[SequenceMedia | None] = []
+    for number, (tokens, own) in enumerate(zip(sequences, given, strict=True)):
+        try:
+            found.append(sequence_media(tokens, own, models.config))
+        except McaError as error:
+            raise McaError(f"media, sequence {number}: {error}") from error
+    if any(found):
+        layout = models.rank_context.layout
+        problems = image_problems(models.config, layout, models.megatron)
+        raise_problems(problems, f"images for {models.config.model_type} at {layout}")
+    return found
+
+
+def media_checksum(found: Sequence[SequenceMedia | None], start: int = 0) -> int:
+    """Return a CRC-32 of the locations of media; ``start`` without any."""
+    spans = [media.places if media else () for media in found]
+    return zlib.crc32(repr(spans).encode(), start) if any(spans) else start
 
 
 def _padded(models: LiveModel, tokens: Tensor) -> Tensor:
@@ -94,22 +126,38 @@ def micro_batch_group(models: LiveModel) -> int:
     return int(group) if layout.vpp > 1 else 1
 
 
-def _micro(tokens: Tensor, rows: int, length: int) -> Iterator[dict[str, Tensor]]:
+def _micro(
+    models: LiveModel,
+    chunk: MegatronModule,
+    tokens: Tensor,
+    rows: int,
+    length: int,
+    media: Sequence[SequenceMedia | None],
+) -> Iterator[JsonObject]:
     """Yield this context rank's part of each micro-batch: ``[rows, seq / cp]`` tokens and positions.
 
     Padding after ``length`` takes the last token's position, because it may exceed the model's positions.
     """
     group = parallel.context_group()
     positions = torch.arange(tokens.shape[1], device=tokens.device).clamp(max=length - 1).expand(rows, -1)
-    for micro in torch.split(tokens, rows):
+    joiner = media_joiner(models.config, decodes=bool(chunk.pre_process))
+
+    def cut(whole: Tensor, axis: int) -> Tensor:
+        return take_rank_tokens(whole, axis, group.rank(), group.size()).contiguous()
+
+    for number, micro in enumerate(torch.split(tokens, rows)):
+        found = list(media[number * rows : (number + 1) * rows])
+        found += [None] * (rows - len(found))
+        joined = joiner.join(found, [tokens.shape[1]] * rows, cut, packed=False).to(tokens.device)
         yield {
-            "input_ids": take_rank_tokens(micro, 1, group.rank(), group.size()).contiguous(),
-            "position_ids": take_rank_tokens(positions, 1, group.rank(), group.size()).contiguous(),
+            **joined.keywords(next(chunk.parameters()).dtype),
+            "input_ids": cut(micro, 1),
+            "position_ids": cut(positions, 1) if joined.sections is None else joined.sections,
         }
 
 
 def _forward_step(
-    iterator: Iterator[dict[str, Tensor]], model: torch.nn.Module
+    iterator: Iterator[JsonObject], model: torch.nn.Module
 ) -> tuple[Tensor, Callable[[Tensor, bool], Tensor]]:
     output: Tensor = model(**next(iterator), attention_mask=None)
 

@@ -22,7 +22,7 @@ from mca_models.megatron.factory.chunks import build_chunk, live_tensors
 from mca_models.megatron.factory.transformer_config import choose_implementation, transformer_config
 from mca_models.megatron.features.media import image_problems
 from mca_models.megatron.features.vision_tower import PARTS, Part, model_part, model_parts
-from mca_models.megatron.forward import model_logits
+from mca_models.megatron.forward import GivenMedia, model_logits
 from mca_models.megatron.layers.parameter_attributes import set_parameter_attributes
 from mca_models.megatron.log_probs.forward import Batch, LogProbs, RoutedLogProbs, model_log_probs
 from mca_models.megatron.log_probs.vocabulary import TokenValues
@@ -189,20 +189,21 @@ class VirtualModels(torch.nn.Module):
     def __iter__(self) -> Iterator[torch.nn.Module]:
         return iter(self.chunks)
 
-    def logits(self, input_ids: Tensor) -> Tensor:
+    def logits(self, input_ids: Tensor, *, media: GivenMedia | None = None) -> Tensor:
         """Return the model's logits; collective, for checks and small models.
 
         Runs Megatron's forward schedule, so that pipeline and virtual stages communicate as in training.
 
         Args:
             input_ids: ``[batch, seq]``, the same on every rank.
+            media: Of each row the images, videos and audio clips, as in ``log_probs``.
 
         Returns:
             fp32 ``[batch, seq, vocab]`` without padding rows, the same on every rank.
         """
         self.reject_hidden_adapter()
         require_same_arguments("logits", **{"the shape of input_ids": list(input_ids.shape)})
-        return model_logits(self, input_ids)
+        return model_logits(self, input_ids, media)
 
     def log_probs(
         self,
@@ -218,6 +219,7 @@ class VirtualModels(torch.nn.Module):
         to: Literal["all", "replicas"] = "all",
         routed_experts: Tensor | None = None,
         return_routed_experts: bool = False,
+        media: GivenMedia | None = None,
     ) -> LogProbs | RoutedLogProbs | None:
         """Return each token's log-probability given the tokens before it, without gradients; collective.
 
@@ -239,6 +241,10 @@ class VirtualModels(torch.nn.Module):
                 experts or for all decoder layers; -1 for tokens whose experts the routers choose. The routers weigh
                 them by their own scores.
             return_routed_experts: Also return the experts of each token.
+            media: Of each sequence the outputs of the checkpoint's processor for its images, videos and audio clips
+                (``pixel_values``, ``image_grid_thw``, ...), or an object with ``places`` and ``tensors``, such as the
+                images of a sample; None: it has none. ``input_ids`` have one placeholder for each feature, as the
+                processor writes them.
 
         Returns:
             ``log_probs`` and ``entropy`` (or None), fp32 of the shape of ``input_ids``; 0 for the first token of each
@@ -268,6 +274,7 @@ class VirtualModels(torch.nn.Module):
                 *(input_ids, mask, cu_seqlens, packed, micro_batch_size, chunk_size),
                 routed_experts,
                 return_routed_experts,
+                media,
             ),
             TokenValues(temperature=temperature, entropy=entropy),
         )

@@ -1,4 +1,4 @@
-"""Quantised Hugging Face checkpoints: which tensors belong together.
+"""Quantised Hugging Face checkpoints: their ``quantization_config``, and which tensors belong together.
 
 `fp8_read` and `mxfp4_read` dequantise; `fp8_write` quantises.
 """
@@ -8,15 +8,43 @@ from collections.abc import Collection, Iterable, Mapping
 from math import prod
 
 from mca_config.errors import HfConfigError, McaError
-from mca_config.types import Typed, Values
+from mca_config.types import JsonObject, Typed, Values
 from mca_models.quantization.fp8_read import FP8, SCALE_SUFFIX, Fp8Tensor, fp8_tensor
-from mca_models.quantization.hf_config import read_quantization_config
 from mca_models.quantization.mxfp4_read import BLOCKS, GROUP, SCALES, Mxfp4Tensor, mxfp4_tensor
+from mca_models.storage.byte_ranges import Shape
 from mca_models.storage.dtypes import ITEM_SIZES
 from mca_models.storage.safetensors import TensorInfo
-from mca_models.templates.composite_config import QUANTIZATION
+from mca_models.templates.composite_config import QUANTIZATION, without_quantization
+from mca_models.templates.config_table import with_dtype
+from mca_models.weights import Param, Stage
 
 HfTensor = TensorInfo | Fp8Tensor | Mxfp4Tensor
+_NEVER_QUANTISED = (
+    "router.weight",
+    "shared_experts.gate_weight",
+    "eh_proj.weight",
+    "position_embeddings.weight",
+    "indexer.weights_proj",  # transformers keeps it in fp32, engines leave it as it is
+)
+_NOT_INSIDE = (Stage.LAST, Stage.VISION, Stage.PASSTHROUGH)
+
+
+def read_quantization_config(hf_config: Values) -> Typed:
+    """Return ``quantization_config``, from the top level or the text part; None for plain weights."""
+    text = hf_config.get("text_config")
+    inside = text.get(QUANTIZATION) if isinstance(text, dict) else None
+    return hf_config.get(QUANTIZATION) or inside or None
+
+
+def config_without_quantization(hf_config: Values, dtype: str) -> JsonObject:
+    """``config.json`` of the dequantised model; ``dtype`` is a name such as ``bfloat16``."""
+    return with_dtype(without_quantization(hf_config), dtype)
+
+
+def is_linear(param: Param, whole: Shape) -> bool:
+    """Return whether quantisation methods take ``param``, of full shape ``whole``, for the weight of a linear."""
+    left_out = param.vocab or param.stage in _NOT_INSIDE or param.mca.endswith(_NEVER_QUANTISED)
+    return len(whole) == 2 and not left_out
 
 
 def dequantize(infos: Mapping[str, TensorInfo], hf_config: Values, dtype: str) -> dict[str, HfTensor]:

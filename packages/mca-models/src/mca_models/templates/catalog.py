@@ -291,6 +291,10 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
         "MiniMax-Text-01: lightning attention in most layers, a residual stream through the norms with factors, MoE",
         "our lightning attention",
     ),
+    "bailing_hybrid": (
+        "Ling 3: Kimi delta attention with a bounded decay, MLA with a gate for each head, DeepSeek V3's MoE",
+        "our Kimi delta attention, MLA with a gate",
+    ),
     "lfm2": ("gated short convolutions in most layers, QK-norm for each head", "our short convolution"),
     "lfm3": (
         "gated short convolutions, sliding windows with their own RoPE, an output gate for each head",
@@ -326,7 +330,6 @@ _REASONS: Mapping[str, str] = {
     "state space or recurrent layers, alone or between attention layers": (
         "falcon_mamba jamba mamba mamba2 recurrent_gemma rwkv xlstm zamba zamba2"
     ),
-    "Kimi delta attention whose decay may be bounded, and MLA with RoPE": "bailing_hybrid",
     "short convolutions in place of attention, or before it": ("inkling2_text inkling_text zaya"),
     "two kinds of MLA, with an indexer and with a sliding window": "dots3_note_text",
     INDEXER + ", and several residual streams": "hy_v4",

@@ -28,6 +28,7 @@ _SEQUENCE = {
     "falcon": "Falcon",
     "gemma": "Gemma",
     "gemma2": "Gemma2",
+    "gemma3": "Gemma3",
     "gemma3_text": "Gemma3Text",
     "glm": "Glm",
     "glm4": "Glm4",
@@ -59,6 +60,7 @@ _SEQUENCE = {
     "qwen2": "Qwen2",
     "qwen2_moe": "Qwen2Moe",
     "qwen3": "Qwen3",
+    "qwen3_5": "Qwen3_5",
     "qwen3_5_text": "Qwen3_5Text",
     "qwen3_moe": "Qwen3Moe",
     "qwen3_next": "Qwen3Next",
@@ -70,7 +72,7 @@ _SEQUENCE = {
 """Prefix of the names of transformers' sequence or token classification classes, by family."""
 _NOT_OF_TOKENS = frozenset(
     {
-        *("deepseek_v2", "gemma3_text", "gptj", "hunyuan_v1_dense", "hunyuan_v1_moe"),
+        *("deepseek_v2", "gemma3", "gemma3_text", "gptj", "hunyuan_v1_dense", "hunyuan_v1_moe"),
         *("minicpm3", "olmo", "olmo2", "olmo3", "opt", "phimoe", "qwen3_5_text"),
     }
 )
@@ -96,17 +98,17 @@ class Head:
 
 
 def class_name(model_type: str, kind: HeadKind) -> str:
-    """Return transformers' class of a text family's models with a classification head.
+    """Return transformers' class of a family's models with a classification head.
 
     Raises:
-        McaError: It has none, or the family takes media.
+        McaError: It has none.
     """
     end = next(end for end, known in _ENDS.items() if known == kind)
     without = _NOT_OF_TOKENS if kind == "token_classification" else _NOT_OF_SEQUENCES
     if model_type not in _SEQUENCE or model_type in without:
         raise McaError(
-            f"there is no {end} of {model_type} models in mca, only of text models for which transformers has the "
-            "class; choose a model of another family"
+            f"there is no {end} of {model_type} models in mca, only of families for which transformers has the "
+            "class (with images: gemma3, qwen3_5); choose a model of another family"
         )
     return _SEQUENCE[model_type] + end
 
@@ -132,8 +134,11 @@ def with_head(config: McaModelConfig, head: Head) -> McaModelConfig:
         if config.head.head_kind == "causal_lm"
         else _merge_labels(label_names(config), head.labels)
     )
-    changes = {"problem_type": head.problem_type, "pad_token_id": head.pad_token_id}
-    changes = {key: value for key, value in changes.items() if value is not None}
+    facts = {"problem_type": head.problem_type, "pad_token_id": head.pad_token_id}
+    changes: JsonObject = {key: value for key, value in facts.items() if value is not None}
+    if "text_config" in config.hf_config and "pad_token_id" in changes:
+        padding = {"pad_token_id": changes.pop("pad_token_id")}
+        changes["text_config"] = {**config.hf_config["text_config"], **padding}
     extra = {key: value for key, value in config.extra.items() if key != "hf_duplicates"}
     return config.replace_fields(
         head_kind=head.kind,

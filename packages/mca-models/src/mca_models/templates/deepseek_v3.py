@@ -1,4 +1,6 @@
-"""DeepSeek V3 and R1: HF ``DeepseekV3ForCausalLM``: MLA, experts, multi-token prediction."""
+"""DeepSeek V3 and R1: HF ``DeepseekV3ForCausalLM``: MLA, experts, multi-token prediction. Kimi K2 has other sizes."""
+
+from dataclasses import replace
 
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
@@ -19,9 +21,6 @@ from mca_models.templates.parts.moe import (
 )
 from mca_models.templates.parts.mtp import mtp_copies
 from mca_models.templates.parts.names import MoeNames
-
-NAMES = MoeNames()
-
 
 CONFIG = ConfigTable(
     fields=MLA_FIELDS,
@@ -54,6 +53,7 @@ FAMILY = Family(
     architecture="DeepseekV3ForCausalLM",
     config=CONFIG,
     params=mla_moe_params,
-    moe=NAMES,
+    moe=MoeNames(),
     copies=mtp_copies,
 )
+KIMI_K2 = replace(FAMILY, model_type="kimi_k2", in_transformers=False)

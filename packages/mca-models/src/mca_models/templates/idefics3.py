@@ -1,6 +1,67 @@
-"""Idefics 3: HF ``Idefics3ForConditionalGeneration``."""
+"""Idefics 3 and SmolVLM 2: HF ``Idefics3ForConditionalGeneration`` and ``SmolVLMForConditionalGeneration``.
 
+SigLIP on square tiles, whose patches are shuffled into fewer for a linear, and Llama.
+"""
+
+from mca_config.model_config import McaModelConfig
 from mca_models.templates import get_family
-from mca_models.templates.parts.idefics import idefics_family
+from mca_models.templates.family import Family
+from mca_models.templates.parts.clip_tower import encoder_layers
+from mca_models.templates.parts.vision_language import vision_language_family
+from mca_models.templates.parts.vision_tower import (
+    NestedTextConfig,
+    Shapes,
+    Spelling,
+    VisionModel,
+    linear,
+    norm,
+)
+from mca_models.templates.parts.vision_values import vision_values
 
-FAMILY = idefics_family("idefics3", "Idefics3ForConditionalGeneration", get_family("llama"))
+_TOWER, _CONNECTOR = "vision_model.", "connector."
+
+
+def tensors(config: McaModelConfig) -> Shapes:
+    """Return every tensor of tower and connector."""
+    about, vision = vision_values(config)
+    width, patch = vision.size("hidden_size", 1152), vision.size("patch_size", 32)
+    tower = {
+        "embeddings.patch_embedding.weight": (width, vision.size("num_channels", 3), patch, patch),
+        "embeddings.patch_embedding.bias": (width,),
+        "embeddings.position_embedding.weight": ((vision.size("image_size", 224) // patch) ** 2, width),
+        **encoder_layers(vision, 12, 1152),
+        **norm("post_layernorm", width),
+    }
+    merged = width * about.size("scale_factor", 2) ** 2
+    return {
+        **{_TOWER + name: shape for name, shape in tower.items()},
+        **linear(f"{_CONNECTOR}modality_projection.proj", config.hidden_size, merged, bias=False),
+    }
+
+
+def tokens_per_tile(config: McaModelConfig) -> int:
+    """Return the features of a tile."""
+    about, vision = vision_values(config)
+    patches = (vision.size("image_size", 224) // vision.size("patch_size", 32)) ** 2
+    return int(patches / about.size("scale_factor", 2) ** 2)
+
+
+def _family(model_type: str, architecture: str) -> Family:
+    modules = {part: f"model.{part}" for part in (_TOWER, _CONNECTOR)}
+    return vision_language_family(
+        model_type,
+        architecture,
+        {"llama": get_family("llama")},
+        VisionModel(
+            tensors=tensors,
+            spellings=(Spelling("model.text_model.", "lm_head.", modules),),
+            projector=(_CONNECTOR,),
+            image_tokens="row_column_tiles",
+            tokens_per_image=tokens_per_tile,
+        ),
+        NestedTextConfig(text_model_type="", defaults={"image_token_id": 128257}),
+    )
+
+
+FAMILY = _family("idefics3", "Idefics3ForConditionalGeneration")
+SMOLVLM = _family("smolvlm", "SmolVLMForConditionalGeneration")

@@ -2,10 +2,9 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from itertools import chain
 
 from mca_config.model_config import McaModelConfig
-from mca_config.types import FamilyConfig, JsonObject, Values
+from mca_config.types import JsonObject, Values
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
     SILU,
@@ -17,9 +16,13 @@ from mca_models.templates.config_table import (
 )
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
-from mca_models.templates.parts.common import ATTN, embedding, head, inner, renamed
-from mca_models.templates.parts.gated_delta_net import fused, write_layers
-from mca_models.templates.parts.mla import LATENT_FIELDS, latent_attention
+from mca_models.templates.parts.common import embedding, head, renamed
+from mca_models.templates.parts.kimi_delta_attention import (
+    delta_and_latent_attention,
+    delta_sizes,
+    write_delta_sizes,
+)
+from mca_models.templates.parts.mla import LATENT_FIELDS
 from mca_models.templates.parts.moe import (
     SCALED,
     SIGMOID_ROUTER,
@@ -29,9 +32,9 @@ from mca_models.templates.parts.moe import (
     write_moe_layers,
     write_shared_experts,
 )
-from mca_models.templates.parts.names import BLOCK_SPARSE, HF_ATTN
+from mca_models.templates.parts.names import BLOCK_SPARSE
 from mca_models.templates.shapes import Shape
-from mca_models.weights import COLUMN, ROW, SEPARATE, Concat, Layout, Param, Shaped, expand_rules
+from mca_models.weights import Param
 
 BLOCK = "block_sparse_moe."
 NAMES = replace(
@@ -58,6 +61,7 @@ def derive(hf: HfConfig) -> JsonObject:
     kinds = ["full_attention" if i + 1 in full else "linear_attention" for i in range(count)]
     heads = said.get("num_heads", hf.get("linear_num_heads", 32))
     width = said.get("head_dim", hf.get("linear_head_dim", 128))
+    kernel = said.get("short_conv_kernel_size", hf.get("linear_conv_kernel_dim", 4))
     known = {own: hf.get(theirs, hf.get(own)) for own, theirs in OTHER.items()}
     experts = sigmoid_experts({**hf, **{key: value for key, value in known.items() if value is not None}})
     return {
@@ -65,9 +69,7 @@ def derive(hf: HfConfig) -> JsonObject:
         "kv_channels": hf["qk_nope_head_dim"] + hf["qk_rope_head_dim"],
         "layer_types": tuple(hf.get("layer_types") or kinds),
         **{"no_rope_freq": (1,) * count, "rope_scaling": None},  # the files' rope has no effect
-        "linear_conv_kernel_dim": said.get("short_conv_kernel_size", hf.get("linear_conv_kernel_dim", 4)),
-        **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), heads),
-        **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), width),
+        **delta_sizes(heads, width, kernel),
     }
 
 
@@ -77,10 +79,7 @@ def write(values: Values) -> HfConfig:
         **write_shared_experts(values, "num_shared_experts"),
         "num_expert_group": values["moe_router_num_groups"] or 1,
         "topk_group": values["moe_router_group_topk"] or 1,
-        "linear_num_heads": values["linear_num_key_heads"],
-        "linear_head_dim": values["linear_key_head_dim"],
-        "linear_conv_kernel_dim": values["linear_conv_kernel_dim"],
-        **write_layers(values),
+        **write_delta_sizes(values),
         **write_moe_layers(values),
     }
 
@@ -124,48 +123,13 @@ def detect_extra(config: McaModelConfig, names: Collection[str], shapes: Mapping
     return {SAVED_BY_HF: True} if saved else {}
 
 
-def delta_attention(config: FamilyConfig) -> list[Param]:
-    """Linear attention with the norm before it; transformers' modules have a separate one for the decay."""
-    rows, heads = (
-        config.linear_attention.linear_num_key_heads * config.linear_attention.linear_key_head_dim,
-        config.linear_attention.linear_num_key_heads,
-    )
-    loaded = bool(config.extra.get("fused_experts"))
-    gate = f"{HF_ATTN}forget_gate." if loaded else HF_ATTN
-    projections = tuple(f"{HF_ATTN}{part}_proj.weight" for part in "qkvb")
-    sizes, down = (rows, rows, rows, heads), (f"{gate}f_a_proj.weight", f"{HF_ATTN}g_a_proj.weight")
-    convolution = tuple(f"{HF_ATTN}{part}_conv1d.weight" for part in "qkv")
-    parts: Layout = SEPARATE if loaded else Concat((1, 1, 1))
-    return [
-        inner("input_layernorm.weight", "input_layernorm.weight"),
-        Param(mca=f"{ATTN}in_proj.weight", hf=projections, layout=Concat(sizes), shard=fused(sizes)),
-        Param(mca=f"{ATTN}gates_down.weight", hf=down, layout=Concat((1, 1))),
-        Param(mca=f"{ATTN}fade_up.weight", hf=(f"{gate}f_b_proj.weight",), shard=COLUMN),
-        inner("self_attention.gate_up.weight", "self_attn.g_b_proj.weight", shard=COLUMN),
-        Param(
-            mca=f"{ATTN}conv1d.weight",
-            hf=(f"{HF_ATTN}conv1d.weight",) if loaded else convolution,
-            layout=parts,
-            shard=fused((1, 1, 1)),
-        ),
-        Param(mca=f"{ATTN}dt_bias", hf=(f"{gate}dt_bias",), shard=COLUMN),
-        Param(mca=f"{ATTN}A_log", hf=(f"{gate}A_log",), hf_layout=Shaped((1, 1, -1, 1)), shard=COLUMN),
-        inner("self_attention.out_norm.weight", "self_attn.o_norm.weight"),
-        inner("self_attention.out_proj.weight", "self_attn.o_proj.weight", shard=ROW),
-    ]
-
-
 def params(config: McaModelConfig) -> list[Param]:
     """Every parameter of the model, in checkpoint order."""
-    kinds = {True: delta_attention(config), False: latent_attention(config)}
-    layers = (
-        expand_rules(kinds[config.is_linear_layer(layer)], layers=[layer])
-        for layer in range(config.num_layers)
-    )
+    layers = delta_and_latent_attention(config, loaded=bool(config.extra.get("fused_experts")))
     mlps = list(mlp_layers(config, NAMES))
     if config.extra.get(SAVED_BY_HF) and not config.extra.get("fused_experts"):
         mlps = renamed(mlps, {".mlp.": f".{BLOCK}"})
-    return [embedding(), *chain.from_iterable(layers), *mlps, *head(config)]
+    return [embedding(), *layers, *mlps, *head(config)]
 
 
 FAMILY = Family(

@@ -6,7 +6,7 @@ Run as ``python -m mca_models.templates.page docs/families.md``; a test says whe
 from collections.abc import Iterable
 from itertools import groupby
 
-from mca_config import page_tables
+from mca_config.reference import Tables, update_files
 from mca_models.templates.catalog import REFUSED, SUPPORTED
 
 
@@ -27,7 +27,7 @@ def refused_table() -> str:
     return "\n".join(lines)
 
 
-TABLES: page_tables.Tables = {"supported": supported_table, "not supported": refused_table}
+TABLES: Tables = {"supported": supported_table, "not supported": refused_table}
 
 
 def _names(kinds: Iterable[str]) -> str:
@@ -35,4 +35,4 @@ def _names(kinds: Iterable[str]) -> str:
 
 
 if __name__ == "__main__":
-    page_tables.update_files(TABLES)
+    update_files(TABLES)

@@ -266,7 +266,7 @@ _PARALLEL_MAMBA = {
 }
 _KIMI_DELTA = {
     "self_attention.in_proj.weight": lambda c: (
-        c.linear_attention.linear_num_key_heads * (3 * c.linear_attention.linear_key_head_dim + 1),
+        (3 if c.linear_attention.linear_low_rank_gates else 5) * _delta_widths(c)[0] + _delta_widths(c)[2],
         c.hidden_size,
     ),
     "self_attention.gates_down.weight": lambda c: (2 * c.linear_attention.linear_key_head_dim, c.hidden_size),
@@ -303,6 +303,7 @@ _LATENT = {
         c.hidden_size,
         c.attention.num_attention_heads * c.mla.v_head_dim,
     ),
+    "self_attention.linear_head_gate.weight": lambda c: (c.attention.num_attention_heads, c.hidden_size),
 }
 _INDEXER = {
     f"self_attention.core_attention.indexer.{name}": shape

@@ -9,7 +9,8 @@ several possible names, according to how Megatron was configured when it saved:
   or ``mlp.experts.experts.3.linear_fc1.weight``;
 - gated MLPs: one tensor, or its halves ``weight_w`` (gate) and ``weight_v`` (up);
 - gated delta net: the projections' parts, ``in_proj.weight.query``, ``.key``, ``.value``, ``.z``, ..., of Kimi's
-  the first three and ``.beta``; state space layers: ``in_proj.weight.z``, ``.x``, ``.B``, ``.C``, ``.dt``;
+  the first three and ``.beta``, or ``.write``, ``.decay`` and ``.gate``;
+  state space layers: ``in_proj.weight.z``, ``.x``, ``.B``, ``.C``, ``.dt``;
 - norms: Transformer Engine's spelling; but the local spec calls the norm before any MLP
   ``mlp.linear_fc1.layer_norm_weight`` and that before any attention ``...linear_qkv.layer_norm_weight``,
   experts and gated delta net included.
@@ -126,6 +127,7 @@ _PARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (".in_proj.weight", (".query", ".key", ".value", ".z", ".beta", ".alpha")),
     (".conv1d.weight", (".query", ".key", ".value")),
     (".in_proj.weight", (".query", ".key", ".value", ".beta")),
+    (".in_proj.weight", (".query", ".key", ".value", ".write", ".decay", ".gate")),
     (".in_proj.weight", (".gate_in", ".gate_out", ".inputs")),
     (".in_proj.weight", (".qkv", ".gate")),
     (".in_proj.weight", (".z", ".x", ".B", ".C", ".dt")),

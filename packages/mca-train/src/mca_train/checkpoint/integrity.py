@@ -107,14 +107,14 @@ def faults(checkpoint: Path, rank: int, world_size: int) -> list[str]:
 
 
 def _covered_files(checkpoint: Path) -> list[str]:
-    """List all files except the Hugging Face model and those in the model's manifest, without opening any."""
+    """List all files except the Hugging Face model and those in the model's manifest, before `MANIFEST` is written."""
     model_folders = [path.parent for path in checkpoint.glob(f"iter_*/{MODEL_MANIFEST}")]
     files = []
     for folder, _, names in os.walk(checkpoint):
         for path in (Path(folder) / name for name in names):
             inside = path.relative_to(checkpoint).parts[0] == HF_FOLDER
             covered = any(parent in path.parents and path.name != MODEL_MANIFEST for parent in model_folders)
-            if not inside and not covered and path != checkpoint / MANIFEST:
+            if not inside and not covered:
                 files.append(str(path.relative_to(checkpoint)))
     return sorted(files)
 

@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from mca_config.errors import McaError
+from mca_config.files import parse_record
 from mca_config.types import JsonObject
 
 logger = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ class OutputLock:
 
     def __init__(self, output_dir: Path) -> None:
         self._output_dir, self._path = output_dir, output_dir / NAME
-        self._fd = -1
+        self._fd: int | None = None
         self._made: list[Path] = []
         self._record: JsonObject = {}
 
@@ -60,7 +61,7 @@ class OutputLock:
 
     def release(self) -> None:
         """Release the lock."""
-        if self._fd >= 0:
+        if self._fd is not None:
             try:
                 if _is_same(self._fd, self._path) and _read(self._path) in ({}, self._record):
                     self._path.unlink()
@@ -72,7 +73,7 @@ class OutputLock:
                 )
             with suppress(OSError):  # closed anyway
                 os.close(self._fd)
-            self._fd = -1
+            self._fd = None
         for path in self._made:
             with suppress(OSError):
                 path.rmdir()
@@ -83,10 +84,10 @@ class OutputLock:
         Raises:
             McaError: It has, or the record of this run is gone or cannot be read.
         """
-        if self._fd < 0:
+        if self._fd is None:
             return
         try:
-            record = _parsed(self._path.read_text(errors="replace"))
+            record = parse_record(self._path.read_text(errors="replace"))
         except FileNotFoundError:
             raise McaError(
                 f"output_dir: {self._path} was removed, so another run may use the directory; this run ends"
@@ -146,17 +147,8 @@ def _record() -> JsonObject:
 
 def _read(path: Path) -> JsonObject:
     with suppress(OSError):
-        return _parsed(path.read_text(errors="replace"))
+        return parse_record(path.read_text(errors="replace"))
     return {}
-
-
-def _parsed(text: str) -> JsonObject:
-    """Return the record in ``text``; empty if it is none."""
-    try:
-        record = json.loads(text)
-    except ValueError:
-        return {}
-    return record if isinstance(record, dict) else {}
 
 
 def _describe(record: JsonObject) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mca_config.arguments import MegatronArguments
-from mca_config.errors import McaError
+from mca_config.errors import McaError, UsageError
 from mca_config.layout import ParallelLayout
 from mca_config.model.head import HeadKind
 from mca_config.model_config import McaModelConfig
@@ -17,6 +17,7 @@ from mca_models.checkpoint_kinds import CheckpointKind, checkpoint_kind, open_ch
 from mca_models.lora import AdapterConfig, load_adapter_rules, rules_for_training
 from mca_models.lora.peft_names import complete_peft_config
 from mca_models.templates import config_from_hf
+from mca_models.templates.classification_head import Head, with_head
 from mca_models.templates.parts.passthrough import without_passthrough
 from mca_train.config.arguments import LaunchArguments, LoraArguments
 
@@ -48,6 +49,27 @@ def model_config(path: str) -> McaModelConfig:
     document = read_config(folder)
     with named_config_errors(folder):
         return without_passthrough(config_from_hf(dequantized_config(document)))
+
+
+def trained_model(stored: McaModelConfig, head: Head | None, kind: str) -> McaModelConfig:
+    """Return the architecture of the model that a run trains.
+
+    Args:
+        stored: Architecture of the checkpoint.
+        head: Classification head of the kind of run; None: it trains language models.
+        kind: Name of the kind of run.
+
+    Raises:
+        UsageError: The checkpoint has a head that ``kind`` does not train.
+    """
+    if head is not None:
+        return with_head(stored, head)
+    if stored.head.num_labels is not None:
+        raise UsageError(
+            f"model_name_or_path: the model has a head for {stored.head.head_kind}, mca-train {kind} trains "
+            "language models; use mca-train reward or classify, or name another model"
+        )
+    return stored
 
 
 def local_world_size(launch: LaunchArguments, layout: ParallelLayout) -> int:

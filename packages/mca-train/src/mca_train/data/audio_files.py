@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mca_config.errors import McaError, UsageError
-from mca_config.redaction import redacted
 from mca_train.data.encoded_file import EncodedFile
 from mca_train.data.message_parts import AUDIO, AUDIO_KEYS, require_no_audio_options
 from mca_train.data.row_paths import RowPaths
@@ -74,16 +73,12 @@ class AudioFile(EncodedFile):
         require_audio_packages()
         import soundfile
 
-        try:
-            with self.open() as stream, soundfile.SoundFile(stream) as sound:
-                yield sound
-        except McaError:  # from a URL, or a path that is not a file
-            raise
-        except FileNotFoundError as error:
-            raise McaError(f"audio {self.place} is not there") from error
-        except (soundfile.SoundFileError, OSError, ValueError, TypeError) as error:
-            reason = redacted(" ".join(str(error).split()))[:200]
-            raise McaError(f"audio {self.place} cannot be read by soundfile: {reason}") from error
+        with (
+            self.read_errors(soundfile.SoundFileError, TypeError, reader="soundfile"),
+            self.open() as stream,
+            soundfile.SoundFile(stream) as sound,
+        ):
+            yield sound
 
 
 def resample(mono: NDArray[np.float32], facts: AudioFacts, rate: int) -> NDArray[np.float32]:

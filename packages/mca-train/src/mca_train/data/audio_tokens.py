@@ -18,7 +18,7 @@ from mca_models.templates import get_family
 from mca_models.templates.parts.vision_tower import AudioTower
 from mca_train.data.audio_files import AudioFacts, AudioFile, require_audio_packages
 from mca_train.data.grids import Grid
-from mca_train.data.image_tokens import require_unchanged
+from mca_train.data.image_tokens import load_processor, require_unchanged
 from mca_train.types import ImageProcessor
 
 if TYPE_CHECKING:
@@ -227,10 +227,8 @@ def audio_tokens(
 def _extractor(directories: Sequence[Path]) -> ImageProcessor:
     from transformers import AutoFeatureExtractor
 
-    reasons = []
-    for directory in directories:
-        try:
-            return AutoFeatureExtractor.from_pretrained(directory)
-        except (OSError, ValueError, KeyError, ImportError) as error:
-            reasons.append(f"{directory}: {' '.join(str(error).split())[:200]}")
-    raise UsageError(f"rows have audio, and there is no feature extractor: {'; '.join(reasons)}")
+    return load_processor(
+        directories,
+        AutoFeatureExtractor.from_pretrained,
+        "rows have audio, and there is no feature extractor",
+    )

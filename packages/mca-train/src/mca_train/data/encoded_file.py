@@ -1,15 +1,18 @@
-"""Encoded file of a video or an audio clip: at a path, at a URL, or in the row."""
+"""Encoded file of an image, a video or an audio clip: at a path, at a URL, or in the row."""
 
+import base64
+import binascii
 import io
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, ClassVar, Self
 
 from mca_config.errors import McaError
 from mca_config.files import open_regular
-from mca_train.data.image_files import decode_base64
+from mca_config.redaction import redacted
 from mca_train.data.message_parts import NOUNS
 from mca_train.data.row_paths import RowPaths
 from mca_train.data.urls import is_url, read_url
@@ -50,7 +53,12 @@ class EncodedFile:
     @classmethod
     def from_base64(cls, text: str) -> Self:
         """Return the file of ``text``."""
-        data = decode_base64(text, NOUNS[cls.medium])
+        try:
+            data = base64.b64decode(text, validate=True)
+        except (binascii.Error, ValueError) as error:
+            raise McaError(
+                f"{NOUNS[cls.medium]} in base64, {text[:20]!r}..., cannot be decoded: {error}"
+            ) from error
         return cls(f"of {len(data)} bytes", data)
 
     def open(self) -> BinaryIO:
@@ -63,3 +71,19 @@ class EncodedFile:
             return os.fdopen(open_regular(Path(self.place)), "rb")
         except McaError as error:
             raise McaError(f"{self.medium} {error}; name a file") from error
+
+    @contextmanager
+    def read_errors(self, *kinds: type[Exception], reader: str = "") -> Iterator[None]:
+        """Context in which errors of the system and ``kinds`` of errors name the file, and its ``reader``."""
+        expected: tuple[type[Exception], ...] = (OSError, ValueError, *kinds)
+        try:
+            yield
+        except McaError:  # from a URL, or a path that is not a file
+            raise
+        except FileNotFoundError as error:
+            raise McaError(f"{self.medium} {self.place} is not there") from error
+        except expected as error:
+            reason = redacted(" ".join(str(error).split()))[:200]
+            raise McaError(
+                f"{self.medium} {self.place} cannot be read{reader and f' by {reader}'}: {reason}"
+            ) from error

@@ -94,7 +94,7 @@ def _format_with_columns(
     known: Sequence[Format],
 ) -> Format:
     """Return the format of ``whole``, those that the rows match, that reads the present columns of ``renamed``."""
-    description = _describe_columns(names, whole[:1])
+    description = _describe_columns(names, whole)
     present = {column for column in renamed if getattr(arguments, column) in names}
     choosing = renamed - {_TOOLS}
     for column in sorted({_TOOLS} & renamed | (set() if choosing & present else choosing)):

@@ -3,26 +3,19 @@
 `image_rows` finds the images of a row.
 """
 
-import base64
-import binascii
 import io
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 from PIL import Image, ImageOps, PngImagePlugin, TiffImagePlugin, UnidentifiedImageError
 
 from mca_config.errors import McaError
-from mca_config.files import open_regular
-from mca_config.redaction import redacted
-from mca_train.data.message_parts import IMAGE_KEYS, require_no_size
+from mca_train.data.encoded_file import EncodedFile
+from mca_train.data.message_parts import IMAGE, IMAGE_KEYS, require_no_size
 from mca_train.data.row_paths import RowPaths
-from mca_train.data.urls import is_url, read_url
 
 _PNG_MODES = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")
 """PIL modes that PNG supports."""
@@ -40,17 +33,10 @@ _ORIENTATION_CHUNKS = (
 _CHUNK_PREFIX = max(map(len, _ORIENTATION_CHUNKS))
 
 
-@dataclass(frozen=True)
-class ImageFile:
-    """Image in a file, at a URL, or in the row.
+class ImageFile(EncodedFile):
+    """Image in a file, at a URL, or in the row."""
 
-    Args:
-        place: Path or URL, or a description for errors.
-        data: Contents of the file; None: read from ``place``.
-    """
-
-    place: str
-    data: bytes | None = field(default=None, repr=False)
+    medium = IMAGE
 
     def size(self, several: Callable[[], None] = lambda: None) -> tuple[int, int]:
         """Return the oriented height and width from the header; an image at a URL is downloaded.
@@ -61,7 +47,7 @@ class ImageFile:
         Raises:
             McaError: The file is missing, not an image, too large, or has floating-point pixels.
         """
-        with self._open() as image:
+        with self._opened() as image:
             _require_integers(image, self.place)
             if image.format in _MULTI_FRAME_FORMATS and getattr(image, "is_animated", False):
                 several()
@@ -76,46 +62,25 @@ class ImageFile:
         Raises:
             McaError: As in `size`, or the pixel data is corrupt.
         """
-        with self._open() as image:
+        with self._opened() as image:
             _require_integers(image, self.place)
             top = _white_value(image)
             return _to_rgb(ImageOps.exif_transpose(image), self.place, top)
 
     @contextmanager
-    def _open(self) -> Iterator[Image.Image]:
-        try:
-            with warnings.catch_warnings(), self._stream() as stream:
-                warnings.simplefilter("error", Image.DecompressionBombWarning)
+    def _opened(self) -> Iterator[Image.Image]:
+        decoding = self.read_errors(SyntaxError, EOFError)  # PIL's decoders raise them too
+        with decoding, warnings.catch_warnings(), self.open() as stream:
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            try:
                 with Image.open(stream) as image:
                     yield image
-        except McaError:  # from a URL, or a path that is not a file
-            raise
-        except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
-            raise McaError(
-                f"image {self.place} is too large: more than {Image.MAX_IMAGE_PIXELS:,} pixels; make it smaller"
-            ) from error
-        except FileNotFoundError as error:
-            raise McaError(f"image {self.place} is not there") from error
-        except UnidentifiedImageError as error:
-            raise McaError(f"image {self.place} is no image that PIL can read") from error
-        except (
-            OSError,
-            SyntaxError,
-            ValueError,
-            EOFError,
-        ) as error:  # PIL's decoders raise all of these
-            reason = redacted(" ".join(str(error).split()))[:200]
-            raise McaError(f"image {self.place} cannot be read: {reason}") from error
-
-    def _stream(self) -> BinaryIO:
-        if self.data is not None:
-            return io.BytesIO(self.data)
-        if is_url(self.place):
-            return io.BytesIO(read_url(self.place))
-        try:
-            return os.fdopen(open_regular(Path(self.place)), "rb")
-        except McaError as error:
-            raise McaError(f"image {error}; name a file") from error
+            except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
+                raise McaError(
+                    f"image {self.place} is too large: more than {Image.MAX_IMAGE_PIXELS:,} pixels; make it smaller"
+                ) from error
+            except UnidentifiedImageError as error:
+                raise McaError(f"image {self.place} is no image that PIL can read") from error
 
 
 def _orientation(image: Image.Image) -> int:
@@ -198,43 +163,20 @@ def open_image(value: object, paths: RowPaths) -> ImageFile:
     Raises:
         McaError: The value is none of these, or the row may not open the file.
     """
-    if isinstance(value, bytes):
-        return ImageFile(f"of {len(value)} bytes", value)
-    if isinstance(value, str):
-        if value.startswith("data:"):
-            return _decoded(value.partition(",")[2])
-        return ImageFile(paths.resolve(value))
+    if (plain := ImageFile.from_row(value, paths)) is not None:
+        return plain
     if isinstance(value, Image.Image):
         return _encode_image(value)
     if isinstance(value, Mapping):
         require_no_size(value)
-        if isinstance(data := value.get("bytes"), bytes):
-            return ImageFile(str(value.get("path") or f"of {len(data)} bytes"), data)
-        if isinstance(text := value.get("base64"), str):
-            return _decoded(text)
+        if (inside := ImageFile.from_mapping(value)) is not None:
+            return inside
         found = next((value[key] for key in IMAGE_KEYS if value.get(key) is not None), None)
         if found is not None:
             return open_image(found, paths)
     raise McaError(
         f"an image is {value!r:.80}; expected a path, a URL, bytes, base64, or a mapping with one of them"
     )
-
-
-def _decoded(text: str) -> ImageFile:
-    data = decode_base64(text, "an image")
-    return ImageFile(f"of {len(data)} bytes", data)
-
-
-def decode_base64(text: str, medium: str) -> bytes:
-    """Return the bytes of ``text``.
-
-    Raises:
-        McaError: ``text`` is not base64; ``medium`` names it.
-    """
-    try:
-        return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise McaError(f"{medium} in base64, {text[:20]!r}..., cannot be decoded: {error}") from error
 
 
 def _encode_image(image: Image.Image) -> ImageFile:

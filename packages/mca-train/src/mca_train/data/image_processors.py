@@ -28,7 +28,7 @@ from mca_train.data.image_tiles import (
     TileTokens,
     WordMarkTokens,
 )
-from mca_train.data.image_tokens import ImageTokens
+from mca_train.data.image_tokens import ImageTokens, load_processor
 from mca_train.data.patch_grids import LineTokens, PaddedPatchTokens, PatchTokens
 from mca_train.data.placeholders import VIDEO_TAG
 from mca_train.data.pooled_patches import PooledTokens
@@ -284,13 +284,11 @@ def _processor(directories: Sequence[Path]) -> ImageProcessor:
     # without torchvision, transformers 5.17 exports a dummy class that raises an error
     from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
-    reasons = []
-    for directory in directories:
-        try:
-            return AutoImageProcessor.from_pretrained(directory, backend="pil")
-        except (OSError, ValueError, KeyError, ImportError) as error:
-            reasons.append(f"{directory}: {' '.join(str(error).split())[:200]}")
-    raise UsageError(f"rows have images, and there is no image processor: {'; '.join(reasons)}")
+    return load_processor(
+        directories,
+        partial(AutoImageProcessor.from_pretrained, backend="pil"),
+        "rows have images, and there is no image processor",
+    )
 
 
 def _ids(tokenizer: "PreTrainedTokenizerBase", *marks: str) -> list[int]:

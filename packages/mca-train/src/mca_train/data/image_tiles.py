@@ -23,8 +23,9 @@ from torch import Tensor
 
 from mca_config.errors import UsageError
 from mca_models.media import ImageSpan, tile_order
+from mca_models.megatron.features.sequence_media import join_tensors
 from mca_train.data.grids import Grid
-from mca_train.data.image_tokens import ImageTokens, join_tensors, require_unchanged
+from mca_train.data.image_tokens import ImageTokens, require_unchanged
 from mca_train.types import ImageProcessor
 
 if TYPE_CHECKING:

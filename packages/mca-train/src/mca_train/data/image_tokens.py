@@ -1,18 +1,18 @@
 """Token counts and pixel tensors of images, from the image processor of the checkpoint.
 
 Kinds of tokens are in `patch_grids`, `image_tiles` and `pooled_patches`; `image_processors` chooses one for a model.
-`media_tokens` joins images and videos, and `join_tensors` inputs of towers.
+`media_tokens` joins images and videos.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
-from mca_config.errors import McaError
+from mca_config.errors import McaError, UsageError
 from mca_models.media import ImageSpan
 from mca_train.data.grids import Grid
 from mca_train.types import ImageProcessor
@@ -21,34 +21,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from mca_train.data.image_files import ImageFile
-
-_PADDING = {"image_position_ids": -1}
-"""Values of padding other than 0."""
-
-
-def join_tensors(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the inputs of all parts by name; a part may have some of the names.
-
-    Pixels, spectrograms and masks are padded to the largest in all axes but the first.
-    """
-    names = dict.fromkeys(name for part in parts for name in part)
-    return {
-        name: torch.cat(
-            _pad_to_largest([part[name] for part in parts if name in part], _PADDING.get(name, 0))
-        )
-        for name in names
-    }
-
-
-def _pad_to_largest(read: Sequence[Tensor], value: int) -> list[Tensor]:
-    largest = [max(sizes) for sizes in zip(*(each.shape[1:] for each in read), strict=True)]
-    return [_padded(each, largest, value) for each in read]
-
-
-def _padded(tensor: Tensor, sizes: Sequence[int], value: int) -> Tensor:
-    missing = [size - own for size, own in zip(sizes, tensor.shape[1:], strict=True)]
-    padding = [pad for own in reversed(missing) for pad in (0, own)]
-    return torch.nn.functional.pad(tensor, padding, value=value) if any(missing) else tensor
 
 
 class ImageTokens(ABC):
@@ -135,3 +107,20 @@ def require_unchanged(place: str, grid: Grid, now: Grid) -> None:
             f"{place} had {grid} tokens when rows were read, and has {now} now; do not change files during training, "
             "and empty tokenized_cache, which keeps sizes"
         )
+
+
+def load_processor(
+    directories: Sequence[Path], load: Callable[[Path], ImageProcessor], missing: str
+) -> ImageProcessor:
+    """Return the processor of media in the first of ``directories`` that has one; ``missing`` says that none has.
+
+    Raises:
+        UsageError: None has one that can be loaded.
+    """
+    reasons = []
+    for directory in directories:
+        try:
+            return load(directory)
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            reasons.append(f"{directory}: {' '.join(str(error).split())[:200]}")
+    raise UsageError(f"{missing}: {'; '.join(reasons)}")

@@ -6,18 +6,17 @@ dataset or in ``tokenized_cache``.
 """
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from mca_config.errors import McaError, UsageError
-from mca_config.files import atomic_write, write_error
+from mca_config.files import atomic_write, exclusive_lock, write_error
 from mca_models.megatron import platform
 from mca_train.data.token_dataset import TokenDataset
 
@@ -91,7 +90,7 @@ def largest_token(
         return found
     if not os.access(saved.parent, os.W_OK):
         return _scan(file, tokens, "at each start, as its folder cannot be written; set tokenized_cache")
-    with _locked(file):
+    with exclusive_lock(file, "rb"):
         if (found := _read_largest(saved, state)) is not None:
             return found
         found = _scan(file, tokens, f"once; it is kept in {saved}")
@@ -139,15 +138,6 @@ def _scan(file: Path, tokens: "np.memmap[tuple[int], np.dtype[np.int32]]", how_o
         )
     pieces = (tokens[start : start + _TOKENS_PER_READ] for start in range(0, len(tokens), _TOKENS_PER_READ))
     return max((int(piece.max()) for piece in pieces), default=0)
-
-
-@contextlib.contextmanager
-def _locked(file: Path) -> Iterator[None]:
-    """Context of an exclusive file lock, where the file system supports locks."""
-    with file.open("rb") as stream:
-        with contextlib.suppress(OSError):
-            fcntl.flock(stream, fcntl.LOCK_EX)
-        yield
 
 
 def write_indexed(prefix: Path, documents: Iterable[Sequence[int]], vocab_size: int) -> tuple[int, int]:

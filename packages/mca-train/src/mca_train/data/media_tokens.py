@@ -16,12 +16,13 @@ from torch import Tensor
 from mca_config.errors import McaError
 from mca_config.printable import counted
 from mca_models.media import ImageSpan
+from mca_models.megatron.features.sequence_media import join_tensors
 from mca_train.data.audio_files import AudioFile
 from mca_train.data.audio_tokens import AudioTokens
 from mca_train.data.grids import Grid
 from mca_train.data.image_files import ImageFile
 from mca_train.data.image_placement import MediaFile
-from mca_train.data.image_tokens import ImageTokens, join_tensors
+from mca_train.data.image_tokens import ImageTokens
 from mca_train.data.message_parts import AUDIO, IMAGE, VIDEO
 from mca_train.data.video_sound import SoundingVideoTokens
 from mca_train.data.video_tokens import VideoTokens

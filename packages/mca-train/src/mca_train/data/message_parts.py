@@ -135,7 +135,7 @@ def require_no_data(content: object) -> None:
         kind = media_type(part)
         if kind is not None and isinstance(part, Mapping) and has_data(part):
             raise McaError(
-                f"a part of a message is {NOUNS[kind]}; only mca-train sft, dpo and kto support {kind}s"
+                f"a part of a message is {NOUNS[kind]}, which needs a model with a tower for it; remove it"
             )
 
 

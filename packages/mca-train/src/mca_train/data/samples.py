@@ -130,6 +130,7 @@ class AnswerRows:
         wanted: Description of what rows without a target lack.
         numbers: Function from a row to the numbers of its sequences; None: there are none.
         images: Image options of the rows; None: there are no images.
+        whole: Sequences must fit: those of a row with a longer one have no target, instead of being truncated.
     """
 
     encode: RowEncoder
@@ -138,6 +139,7 @@ class AnswerRows:
     wanted: str
     numbers: RowNumbers | None = None
     images: ImageRows | None = None
+    whole: bool = False
 
     def encode_row(self, row: Values, place: str) -> EncodedRow:
         """Return the tokens of ``row``; ``place`` locates it in warnings.
@@ -150,9 +152,12 @@ class AnswerRows:
             encoded = self.encode(row)
         else:
             encoded, grids = self.images.encode_row(row, self.encode, place)
+        is_cut = any(len(tokens) > self.length for tokens, _ in encoded)
+        if is_cut and self.whole:
+            encoded = [(tokens, [False] * len(tokens)) for tokens, _ in encoded]
         return EncodedRow(
             sequences=[(tokens[: self.length], targets[: self.length]) for tokens, targets in encoded],
-            is_cut=any(len(tokens) > self.length for tokens, _ in encoded),
+            is_cut=is_cut and not self.whole,
             grids=grids,
             numbers=[] if self.numbers is None else [float(number) for number in self.numbers(row)],
         )

@@ -21,7 +21,7 @@ from mca_train.data.encoding import (
     tokenize_answers,
 )
 from mca_train.data.formats import detect_format, require_named_column
-from mca_train.data.long_texts import encode_prefix
+from mca_train.data.long_texts import TokenPrefix, encode_prefix
 from mca_train.data.preferences import pair_encoder
 
 if TYPE_CHECKING:
@@ -38,26 +38,21 @@ def _strip_padding(tokens: Sequence[int], padding: int | None) -> Encoded:
     end = len(tokens)
     while end > 1 and tokens[end - 1] == padding:
         end -= 1
-    return list(tokens[:end]), [True] * end
+    kept = list(tokens[:end])
+    return TokenPrefix(kept) if isinstance(tokens, TokenPrefix) else kept, [True] * end
 
 
 def scored_pair_encoder(
     names: Sequence[str], tokenizer: "PreTrainedTokenizerBase", arguments: RewardArguments, key: str
 ) -> RowEncoder:
-    """Return the encoder of rows with a chosen and a rejected text or conversation, with an optional prompt.
-
-    Pairs that do not fit are not trained, because both texts may be equal up to the truncation.
-    """
+    """Return the encoder of rows with a chosen and a rejected text or conversation, with an optional prompt."""
     encode = pair_encoder(names, tokenizer, arguments, key, _tokenize_whole)
-    padding, length = padding_token(tokenizer), arguments.seq_length
+    padding = padding_token(tokenizer)
 
     def encoder(row: Values) -> list[Encoded]:
         whole = isinstance(row[arguments.chosen_column], str) and row.get(arguments.prompt_column) is None
         prompted = {**row, arguments.prompt_column: ""} if whole else row
-        pair = [_strip_padding(tokens, padding) for tokens, _ in encode(prompted)]
-        if max(len(tokens) for tokens, _ in pair) <= length:
-            return pair
-        return [(tokens[:length], [False] * min(len(tokens), length)) for tokens, _ in pair]
+        return [_strip_padding(tokens, padding) for tokens, _ in encode(prompted)]
 
     return encoder
 

@@ -6,16 +6,16 @@
 import dataclasses
 import glob
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from mca_config.errors import McaError, UsageError, raise_problems
-from mca_config.printable import counted
+from mca_config.fields import build
+from mca_config.printable import counted, suggestion
 from mca_config.redaction import redacted
 from mca_config.types import JsonObject, Values
 from mca_train.config.arguments import DataArguments, DefaultColumn, PairArguments, column_keys
-from mca_train.config.run_config import build
 from mca_train.data.files import load_rows, reader_name, translate_read_errors
 from mca_train.data.formats import COLUMN_KEYS, FORMAT_BY_COLUMN, FORMAT_COLUMNS
 from mca_train.data.urls import is_url, strip_query
@@ -66,17 +66,21 @@ class Source:
         return self.name or Path(strip_query(self.path)).name.partition(".")[0]
 
 
+def _unknown_key(key: str, known: Iterable[str]) -> str:
+    """Return the message about a key that no entry has."""
+    if key in _RENAMED_KEYS:
+        return f"{key}: {_RENAMED_KEYS[key]}"
+    return f"unknown key '{key}'{suggestion(key, known, 'its keys are ' + ', '.join(known))}"
+
+
 def parse_sources(entries: Sequence[Values]) -> list[Source]:
     """Parse the entries of ``datasets``.
 
     Raises:
         UsageError: Keys or values are invalid, names are not unique, or only some entries have a weight.
     """
-    otherwise = f"its keys are {', '.join(field.name for field in dataclasses.fields(Source))}"
     found = [
-        build(
-            [Source], entry, where=f"datasets, entry {place}", elsewhere=_RENAMED_KEYS, otherwise=otherwise
-        )[0]
+        build([Source], entry, where=f"datasets, entry {place}", unknown=_unknown_key)[0]
         for place, entry in enumerate(entries)
     ]
     names = [source.display_name for source in found]

@@ -8,7 +8,6 @@ An entry is written to a temporary folder and renamed, so it is complete or abse
 """
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import logging
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mca_config.files import write_error
+from mca_config.files import exclusive_lock, write_error
 from mca_train.config.arguments import DataArguments, explicit_columns
 from mca_train.data.encoding import WarningRecorder
 from mca_train.data.image_rows import ImageRows
@@ -75,7 +74,7 @@ def load_or_build(folder: Path, key: str, make: Callable[[], Samples], images: I
     place = folder / key
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder / f"{key}.lock"):
+        with exclusive_lock(folder / f"{key}.lock"):
             if (found := _load(place, images)) is not None:
                 return found
             with _record_warnings() as warnings:
@@ -133,15 +132,6 @@ def _tokenizer_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
         str(tokenizer.special_tokens_map),
     ]
     return hashlib.sha256("\0".join(metadata).encode()).hexdigest()
-
-
-@contextlib.contextmanager
-def _locked(lock: Path) -> Iterator[None]:
-    """Context of an exclusive file lock, where the file system supports locks."""
-    with lock.open("a") as file:
-        with contextlib.suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 @contextlib.contextmanager

@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mca_config.errors import McaError, UsageError
-from mca_config.redaction import redacted
 from mca_train.data.audio_files import AudioFacts, resample
 from mca_train.data.encoded_file import EncodedFile
 from mca_train.data.image_files import ImageFile, open_image
@@ -143,21 +142,14 @@ class VideoFile(EncodedFile):
         require_video_packages()
         import av
 
-        try:
-            with (
-                self.open() as stream,
-                av.open(stream, options={"format_whitelist": _FORMATS}) as container,
-            ):
-                if not container.streams.video:
-                    raise McaError(f"video {self.place} has sound and no pictures; remove it from the row")
-                yield container
-        except McaError:  # from a URL, or a path that is not a file
-            raise
-        except FileNotFoundError as error:
-            raise McaError(f"video {self.place} is not there") from error
-        except (av.FFmpegError, OSError, ValueError, EOFError) as error:
-            reason = redacted(" ".join(str(error).split()))[:200]
-            raise McaError(f"video {self.place} cannot be read by PyAV: {reason}") from error
+        with (
+            self.read_errors(av.FFmpegError, EOFError, reader="PyAV"),
+            self.open() as stream,
+            av.open(stream, options={"format_whitelist": _FORMATS}) as container,
+        ):
+            if not container.streams.video:
+                raise McaError(f"video {self.place} has sound and no pictures; remove it from the row")
+            yield container
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from mca_models.templates import get_family
 from mca_models.templates.parts.vision_tower import VideoRules
 from mca_train.data.grids import Grid
 from mca_train.data.image_processors import frame_title, internvl_marks, pooled_marks
-from mca_train.data.image_tokens import require_unchanged
+from mca_train.data.image_tokens import load_processor, require_unchanged
 from mca_train.data.patch_grids import resized_sides
 from mca_train.data.placeholders import media_fields
 from mca_train.data.pooled_patches import grids_of_positions, pooled_sides, without_padding
@@ -218,6 +218,9 @@ class TimedVideoTokens(VideoTokens):
         tokenizer: Tokenizer of the times.
     """
 
+    titles_follow = False
+    """True if the time of a frame is behind it."""
+
     def __init__(
         self,
         processor: ImageProcessor,
@@ -232,10 +235,15 @@ class TimedVideoTokens(VideoTokens):
     def ids(self, grid: Grid) -> list[int]:
         """Return the tokens that replace one placeholder of the chat template."""
         found: list[int] = []
-        for seconds in grid.times:
-            found += self._tokenizer(f"<{seconds:.1f} seconds>", add_special_tokens=False)["input_ids"]
-            found += [self._marks[0], *[self.token] * (grid.rows * grid.columns), self._marks[1]]
+        frame = [self._marks[0], *[self.token] * (grid.rows * grid.columns), self._marks[1]]
+        for number, seconds in enumerate(grid.times):
+            title = self._tokenizer(self._title(number, seconds), add_special_tokens=False)["input_ids"]
+            found += [*frame, *title] if self.titles_follow else [*title, *frame]
         return found
+
+    def _title(self, number: int, seconds: float) -> str:
+        """Return the time of frame ``number`` in words."""
+        return f"<{seconds:.1f} seconds>"
 
     def locate(self, where: Sequence[int], grid: Grid) -> list[ImageSpan]:
         """Return one location per frame."""
@@ -255,6 +263,8 @@ class FrameImageTokens(TimedVideoTokens):
         whole: The time is a whole number, rounded down, without a unit.
     """
 
+    titles_follow = True
+
     def __init__(
         self,
         processor: ImageProcessor,
@@ -272,14 +282,8 @@ class FrameImageTokens(TimedVideoTokens):
         """Return the seconds of frames, each that of the first which is merged into it."""
         return tuple(index / facts.fps for index in indices[:: self.processor.temporal_patch_size])
 
-    def ids(self, grid: Grid) -> list[int]:
-        """Return the tokens that replace one placeholder of the chat template."""
-        found: list[int] = []
-        for seconds in grid.times:
-            words = str(int(seconds)) if self._whole else f"{seconds:.1f} seconds"
-            found += [self._marks[0], *[self.token] * (grid.rows * grid.columns), self._marks[1]]
-            found += self._tokenizer(words, add_special_tokens=False)["input_ids"]
-        return found
+    def _title(self, number: int, seconds: float) -> str:
+        return str(int(seconds)) if self._whole else f"{seconds:.1f} seconds"
 
 
 class PooledVideoTokens(TimedVideoTokens):
@@ -308,14 +312,8 @@ class PooledVideoTokens(TimedVideoTokens):
             return tuple(range(facts.frames))
         return super()._sample(facts)
 
-    def ids(self, grid: Grid) -> list[int]:
-        """Return the tokens that replace one placeholder of the chat template."""
-        found: list[int] = []
-        for number, seconds in enumerate(grid.times):
-            words = f"{' ' if number else ''}{int(seconds // 60):02d}:{int(seconds % 60):02d} "
-            found += self._tokenizer(words, add_special_tokens=False)["input_ids"]
-            found += [self._marks[0], *[self.token] * (grid.rows * grid.columns), self._marks[1]]
-        return found
+    def _title(self, number: int, seconds: float) -> str:
+        return f"{' ' if number else ''}{int(seconds // 60):02d}:{int(seconds % 60):02d} "
 
     def tensors(self, video: Video, grid: Grid) -> dict[str, Tensor]:
         """Return the inputs of the vision tower for ``video``: its frames, each an image.
@@ -517,10 +515,6 @@ def media_marks(config: McaModelConfig, medium: str) -> tuple[int, int]:
 def _processor(directories: Sequence[Path]) -> ImageProcessor:
     from transformers.models.auto.video_processing_auto import AutoVideoProcessor
 
-    reasons = []
-    for directory in directories:
-        try:
-            return AutoVideoProcessor.from_pretrained(directory)
-        except (OSError, ValueError, KeyError, ImportError) as error:
-            reasons.append(f"{directory}: {' '.join(str(error).split())[:200]}")
-    raise UsageError(f"rows have videos, and there is no video processor: {'; '.join(reasons)}")
+    return load_processor(
+        directories, AutoVideoProcessor.from_pretrained, "rows have videos, and there is no video processor"
+    )

@@ -102,8 +102,7 @@ class Engine(Pipeline):
     def _wrap(self, chunks: Sequence[Chunk]) -> list[Wrapper]:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-        half = self.params_dtype != torch.float32
-        settings = {"grad_reduce_in_fp32": half} | self._args.ddp_config_overrides()
+        settings = {"grad_reduce_in_fp32": True} | self._args.ddp_config_overrides()
         config = DistributedDataParallelConfig(**settings)
         unwrap(chunks)
         wrapped = [

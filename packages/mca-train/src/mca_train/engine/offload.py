@@ -10,7 +10,7 @@ to one on the device. This module repairs two problems of megatron-core 0.16.1 a
   resumes with any offload fraction, including none.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -127,7 +127,7 @@ def _group_tensors(single: MegatronOptimizer, hybrid: HybridOptimizer) -> dict[T
 
 def _build_adam(hybrid: HybridOptimizer, tensors: dict[Tensor, Tensor]) -> torch.optim.Optimizer:
     """Build an Adam over ``tensors``, in the order of the hybrid's groups, that shares its state."""
-    step = _step(hybrid)
+    step = _step(hybrid.sub_optimizers)
     groups = [
         group | {"params": [tensors[param] for param in group["params"]], **({"step": step} if step else {})}
         for group in hybrid.param_groups
@@ -140,11 +140,10 @@ def _build_adam(hybrid: HybridOptimizer, tensors: dict[Tensor, Tensor]) -> torch
     return plain
 
 
-def _step(hybrid: HybridOptimizer) -> int:
-    """Return the step: the host optimizers keep it per parameter, the device optimizer per group."""
-    steps = [group.get("step", 0) for single in hybrid.sub_optimizers for group in single.param_groups]
-    steps += [state.get("step", 0) for single in hybrid.sub_optimizers for state in single.state.values()]
-    return int(max(steps, default=0))
+def _step(optimizers: Iterable[torch.optim.Optimizer]) -> int:
+    """Return the step: some optimizers keep it per parameter, others per group."""
+    kept = [each for single in optimizers for each in (*single.param_groups, *single.state.values())]
+    return int(max((each["step"] for each in kept if "step" in each), default=0))
 
 
 @torch.no_grad()
@@ -157,7 +156,7 @@ def _load_from_adam(
             param.data.copy_(inner)
         else:
             inner.data.copy_(param)
-    step = max((group.get("step", 0) for group in plain.param_groups), default=0)
+    step = _step([plain])
     for single in hybrid.sub_optimizers:
         has_param_step = isinstance(single, torch.optim.AdamW)
         for group in single.param_groups:

@@ -71,14 +71,14 @@ def attention(config: McaModelConfig, sizes: Sizes, number: int) -> list[SavedTe
         norms = [line for rank in latent.ranks for line in norm(sizes.split, rank, sizes)]
         return saved_core(config, sizes) + norms
     lines = MAMBA_COSTS.saved(config, sizes) if config.has_parallel_mamba else []
-    query, key = _channels(config, sizes)
+    query, key = channels(config, sizes)
     if config.attention.qk_layernorm:
         normalised = query + (0 if config.takes_keys else key)
         lines += norm(sizes.tokens, normalised, sizes, output=False)
     return lines + core(config, sizes, number)
 
 
-def _channels(config: McaModelConfig, sizes: Sizes) -> tuple[float, float]:
+def channels(config: McaModelConfig, sizes: Sizes) -> tuple[float, float]:
     """Return the channels of queries, and of keys or values, on this rank."""
     tp = sizes.layout.tp
     query = config.attention.num_attention_heads * config.attention.kv_channels / tp
@@ -88,7 +88,7 @@ def _channels(config: McaModelConfig, sizes: Sizes) -> tuple[float, float]:
 def core(config: McaModelConfig, sizes: Sizes, number: int) -> list[SavedTensor]:
     """Return the saved tensors of mca's core attention, after the query and key norms."""
     width, tokens = sizes.width, sizes.tokens
-    query, key = _channels(config, sizes)
+    query, key = channels(config, sizes)
     lines = [SavedTensor("queries", tokens * query * width, _ROPE)]
     if key < query:  # a copy of each key and value for each head of its group
         copies = _num_keys(sizes) * query * 2 * width
@@ -106,7 +106,7 @@ def recomputed_core(config: McaModelConfig, sizes: Sizes, number: int) -> float:
     """Return the bytes that recomputed core attention still saves: unexpanded keys, and the source of values."""
     config = config.layer_config(number)
     states = config.has_mixer(number)
-    query, key = _channels(config, sizes)
+    query, key = channels(config, sizes)
     latent = latent_sizes(config)
     if not config.has_attention(number) or states or latent is not None or key >= query:
         return 0.0

@@ -163,7 +163,7 @@ def _candidates(
             accumulated, rest = divmod(batch, data * size)
             if rest or not accumulated or (layout.vpp > 1 and accumulated % layout.pp):
                 continue
-            if layout.pp > 1 and accumulated < layout.pp:
+            if accumulated < layout.pp:
                 continue
             for recompute in recomputations:
                 changes = _keys(plan_input.config, layout) | recompute

@@ -70,8 +70,8 @@ class Sizes(LayerSizes):
             moe=expert_sizes(config),
             capacity=training.moe_expert_capacity_factor,
             padded=bool(training.moe_pad_expert_input_to_capacity),
-            mca_attention=training.attention_backend == "local" or _has_mca_core_attention(config),
-            fused_activation=training.bias_activation_fusion is not False and _is_fused(config),
+            mca_attention=training.attention_backend == "local" or has_custom_core_attention(config),
+            fused_activation=training.bias_activation_fusion is not False and has_fused_activation(config),
             waits_for_sends=_waits_for_sends(layout),
             rms=config.norm.normalization == "RMSNorm",
             has_attention_matrix=config.attention.attention_dropout > 0 and not on_gpu,
@@ -84,14 +84,6 @@ def has_sequence_parallel(config: McaModelConfig, training: "TrainingArguments")
     if training.sequence_parallel is not None or layout.tp == 1:
         return bool(training.sequence_parallel) and layout.tp > 1
     return any(feature.sequence_parallel for feature in active_features(config))
-
-
-def _has_mca_core_attention(config: McaModelConfig) -> bool:
-    return has_custom_core_attention(config)
-
-
-def _is_fused(config: McaModelConfig) -> bool:
-    return has_fused_activation(config)
 
 
 def _waits_for_sends(layout: ParallelLayout) -> bool:

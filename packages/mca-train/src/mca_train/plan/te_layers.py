@@ -75,7 +75,7 @@ def attention(config: McaModelConfig, sizes: Sizes, number: int) -> list[SavedTe
     mamba_lines = MAMBA_COSTS.saved(config, sizes) if config.has_parallel_mamba else []
     if (latent := latent_sizes(config)) is not None:
         return mamba_lines + _latent_attention(config, latent, sizes)
-    query, key = _channels(config, sizes)
+    query, key = local_layers.channels(config, sizes)
     lines: list[SavedTensor] = []
     if config.attention.qk_layernorm:  # copies its input out of the projection
         normalised = query + (0 if config.takes_keys else key)
@@ -86,13 +86,6 @@ def attention(config: McaModelConfig, sizes: Sizes, number: int) -> list[SavedTe
         gate = sizes.tokens * query * (sizes.width + sizes.projection_input_width)
         lines.append(SavedTensor("output gate, and its input", gate, _GATE))
     return mamba_lines + lines + _core(config, sizes, query + key, key, query)
-
-
-def _channels(config: McaModelConfig, sizes: Sizes) -> tuple[float, float]:
-    """Return the channels of queries, and of keys or values, on this rank."""
-    tp = sizes.layout.tp
-    query = config.attention.num_attention_heads * config.attention.kv_channels / tp
-    return query, max(config.attention.num_query_groups / tp, 1) * config.attention.kv_channels
 
 
 def _core(
@@ -123,7 +116,7 @@ def recomputed_core(config: McaModelConfig, sizes: Sizes, number: int) -> float:
         return 0.0
     if sizes.mca_attention:
         return local_layers.recomputed_core(config, sizes, number)
-    query, key = _channels(config, sizes)
+    query, key = local_layers.channels(config, sizes)
     gate = query if config.attention.attention_output_gate else 0.0
     return sizes.tokens * (query + gate + 2 * key) * sizes.width
 

@@ -36,7 +36,7 @@ gradient_accumulation_steps: 8          # micro-batches in a step
 learning_rate: {rate}
 lr_scheduler_type: cosine
 warmup_steps: 0.03                      # a fraction of the run if it is below 1
-bf16: {bf16}                              # {bf16_text}
+bf16: {bf16:<34}# {bf16_text}
 {own}
 # The layout: tensor x pipeline x context x data-parallel ranks.
 # `mca-train plan {kind} run.yaml` shows what each rank holds; with --device h100-80, whether it fits.

@@ -11,7 +11,7 @@ from mca_config.fields import TypeHint, alternatives, hint_origin, is_enum
 from mca_config.printable import suggestion
 from mca_config.types import Typed
 from mca_train.config.arguments import LaunchArguments, LoraArguments
-from mca_train.config.hf_fields import hf_fields
+from mca_train.config.early_arguments import hf_fields
 from mca_train.config.renamed_options import RENAMED
 from mca_train.tasks.task import Task
 

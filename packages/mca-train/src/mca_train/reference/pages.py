@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 
-from mca_config import page_tables
+from mca_config.reference import Tables, update_files
 from mca_train.config.arguments import DataArguments, LaunchArguments, LoraArguments
 from mca_train.config.renamed_options import RENAMED
 from mca_train.plan.options import PlanOptions
@@ -63,7 +63,7 @@ def _rows(keys: Iterable[Key]) -> str:
     return "\n".join(lines)
 
 
-TABLES: page_tables.Tables = {
+TABLES: Tables = {
     "renamed": _renamed_table,
     "flags of plan": _plan_flags,
     "keys of data": _keys(DataArguments, LaunchArguments),
@@ -73,4 +73,4 @@ TABLES: page_tables.Tables = {
 
 
 if __name__ == "__main__":
-    page_tables.update_files(TABLES)
+    update_files(TABLES)

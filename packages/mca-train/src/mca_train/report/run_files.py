@@ -1,12 +1,12 @@
 """Files of a run's directory: logs, configuration, checkpoints."""
 
-import json
 import os
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from mca_config.errors import UsageError
+from mca_config.files import parse_record
 from mca_config.types import JsonObject
 
 LOG, RECORD = "train_log.jsonl", "run.json"
@@ -60,7 +60,7 @@ def read_run(folder: Path) -> RunFiles:
     if not path.is_file():
         raise UsageError(f"{folder} has no {LOG}; name the output_dir of a run")
     record = (
-        _object((folder / RECORD).read_text(encoding="utf-8", errors="replace"))
+        parse_record((folder / RECORD).read_text(encoding="utf-8", errors="replace"))
         if (folder / RECORD).is_file()
         else {}
     )
@@ -69,7 +69,7 @@ def read_run(folder: Path) -> RunFiles:
     times, peaks = [], []
     number, before, last = 0, 0.0, 0.0
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        entry = _object(line)
+        entry = parse_record(line)
         step = entry.pop("step", None)
         time = entry.pop("time", None)
         rounds = entry.pop("rounds_before", 0)
@@ -95,15 +95,6 @@ def read_run(folder: Path) -> RunFiles:
         seconds=seconds,
         peak=max(peaks, default=None),
     )
-
-
-def _object(text: str) -> JsonObject:
-    """Parse a JSON object; an incomplete line gives an empty one."""
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _checkpoints(folder: Path) -> list[tuple[str, int]]:

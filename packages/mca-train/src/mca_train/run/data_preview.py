@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from mca_config.errors import UsageError, raise_problems, raising_usage_errors
 from mca_config.printable import counted
+from mca_config.types import Values
 from mca_train.batching.packing import PackedDataset
 from mca_train.config.model import model_config
 from mca_train.config.run_config import Settings, with_directories
@@ -20,7 +21,7 @@ from mca_train.data.token_dataset import IGNORED, Sample
 from mca_train.run.file_rules import data_files
 from mca_train.run.inputs import image_reader, load_tokenizer
 from mca_train.run.logs import quiet_libraries
-from mca_train.run.settings import load_values, make_settings
+from mca_train.run.settings import make_settings
 from mca_train.tasks.load import load_first, load_mixture, load_tokenized
 from mca_train.tasks.table import infer_task
 from mca_train.tasks.task import Task
@@ -120,16 +121,15 @@ def _count_targets(sample: Sample) -> int:
 _ROWS_OF_A_STREAM = 1000
 
 
-def print_data(task: Task | None, config: Path | None, overrides: list[str]) -> int:
+def print_data(task: Task | None, values: Values, where: str) -> int:
     """Print counts, lengths, fill and samples of a configuration's data.
 
     Args:
         task: The kind of run; None: inferred from the keys.
-        config: The YAML file; None: the overrides are all.
-        overrides: ``--key value`` words.
+        values: Keys and values of the configuration.
+        where: Their origin for error messages.
     """
     quiet_libraries(first=True)
-    values, where = load_values(config, overrides)
     task = task or infer_task(values)
     settings = make_settings(task, with_directories(values, only="tokenizer"), where)
     raise_problems(data_files(task, settings), where, kind=UsageError)

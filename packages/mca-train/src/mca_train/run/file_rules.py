@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from mca_config.errors import McaError, list_problems
+from mca_config.errors import McaError, raised_problems
 from mca_models.checkpoint.side_files import side_files
 from mca_train.checkpoint.output_dir import require_free, require_usable
 from mca_train.checkpoint.output_files import resolve
@@ -23,13 +23,13 @@ def data_files(task: Task, settings: Settings) -> Iterator[str]:
     data = settings.data
     if not data.train_file and not data.datasets:
         yield "train_file is not set"
-    yield from _messages(parse_sources, data.datasets)
+    yield from raised_problems(parse_sources, data.datasets)
     for path in (str(entry.get("path")) for entry in data.datasets):
         if is_url(path):
-            yield from _messages(require_client, path, "datasets")
+            yield from raised_problems(require_client, path, "datasets")
     for key, files in (("train_file", data.train_file), ("eval_file", data.eval_file)):
         for file in files:
-            yield from _messages(check_file, file, key)
+            yield from raised_problems(check_file, file, key)
 
 
 def directories(task: Task, settings: Settings) -> Iterator[str]:
@@ -45,15 +45,15 @@ def output_dir(task: Task, settings: Settings) -> Iterator[str]:
     """Report an ``output_dir`` that cannot be used or written."""
     folder, data = Path(settings.training.output_dir), settings.data
     read = (data.model_name_or_path, data.tokenizer_name_or_path, settings.lora.adapter_name_or_path)
-    problems = list(_messages(require_usable, folder, read))
+    problems = list(raised_problems(require_usable, folder, read))
     if not problems and os.environ.get("RANK", "0") == "0":
-        problems += _messages(require_writable, folder)
+        problems += raised_problems(require_writable, folder)
     yield from problems
 
 
 def start(task: Task, settings: Settings) -> Iterator[str]:
     """Report a missing ``resume_from_checkpoint``, and an ``output_dir`` of another run."""
-    yield from _messages(require_start, settings)
+    yield from raised_problems(require_start, settings)
 
 
 def require_start(settings: Settings) -> None:
@@ -89,19 +89,12 @@ def require_writable(folder: Path) -> None:
                 path.rmdir()
 
 
-def _messages(check: Callable[..., object], *arguments: object) -> Iterator[str]:
-    try:
-        check(*arguments)
-    except McaError as error:
-        yield from list_problems(error)
-
-
 def model_side_files(task: Task, settings: Settings) -> Iterator[str]:
     """Report side files of the model that cannot be copied into checkpoints."""
     model, lora = Path(settings.data.model_name_or_path), settings.lora
     adapts = lora.is_enabled or lora.adapter_name_or_path is not None
     if model.is_dir() and not adapts and os.environ.get("RANK", "0") == "0":
-        yield from _messages(side_files, model)
+        yield from raised_problems(side_files, model)
 
 
 def tokenizer(task: Task, settings: Settings) -> Iterator[str]:

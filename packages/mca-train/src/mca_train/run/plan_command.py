@@ -29,7 +29,7 @@ from mca_train.run import layout_search
 from mca_train.run.logs import silent_arguments
 from mca_train.run.plan_input import make_image_check, make_plan_input, planned_media
 from mca_train.run.rules import Findings, Run, check
-from mca_train.run.settings import load_values, make_settings
+from mca_train.run.settings import make_settings
 from mca_train.tasks.table import TASKS, infer_task
 from mca_train.tasks.task import Task
 
@@ -58,19 +58,18 @@ _UNWRITTEN = "runs/plan"
 """``output_dir`` of a plan without one; nothing is written there."""
 
 
-def print_plan(task: Task | None, config: Path | None, overrides: list[str], options: PlanOptions) -> int:
+def print_plan(task: Task | None, values: Values, where: str, options: PlanOptions) -> int:
     """Print the plan of a configuration file and return the exit code, 2 if the run is impossible.
 
     Args:
         task: The kind of run; None: inferred from the keys.
-        config: The YAML file; None: the overrides are all.
-        overrides: ``--key value`` words.
+        values: Keys and values of the configuration.
+        where: Their origin for error messages.
         options: Flags of the command.
     """
     for name in _LAUNCHER_VARIABLES:  # this process is not a rank, even if a launcher started it
         os.environ.pop(name, None)
     hardware = load_hardware(options.device, options.hardware) if options.device else None
-    values, where = load_values(config, overrides)
     named, task = task is not None, task or infer_task(values)
     values = {"output_dir": _UNWRITTEN, **with_directories(values, only="config")}
     settings = make_settings(task, values, where, [flag.name for flag in fields(options)])

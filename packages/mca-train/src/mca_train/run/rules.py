@@ -19,12 +19,17 @@ from mca_models.megatron import platform
 from mca_models.megatron.factory.transformer_config import transformer_config
 from mca_models.megatron.features.media import image_problems
 from mca_train.config.arguments import VIDEO_KEYS, LaunchArguments
-from mca_train.config.model import local_world_size, make_adapter, resolve_layout
+from mca_train.config.model import (
+    local_world_size,
+    make_adapter,
+    model_config,
+    resolve_layout,
+    trained_model,
+)
 from mca_train.config.model_parts import part_problems, trained_parts
 from mca_train.config.run_config import Settings
 from mca_train.losses.preference import reference_problems
 from mca_train.lr_schedule import schedule_problems
-from mca_train.run.architectures import REFERENCE, read_architecture, read_reference
 from mca_train.run.file_rules import FILE_RULES
 from mca_train.run.key_rules import KEY_RULES
 from mca_train.run.vocabulary import vocabulary_problems
@@ -32,6 +37,8 @@ from mca_train.tasks.task import Task
 
 if TYPE_CHECKING:
     from mca_models.megatron.factory.transformer_config import Target
+
+REFERENCE = "reference_model_name_or_path"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,11 +128,12 @@ def _read_run(
     task: Task, settings: Settings, ranks: Callable[[LaunchArguments, ParallelLayout], int]
 ) -> tuple[Run, list[str]]:
     """Return the run with the architectures of its models, and the problems of reading the reference's."""
-    stored, model = read_architecture(task, settings)
+    stored = model_config(settings.data.model_name_or_path)
+    model = trained_model(stored, task.head(settings), task.name)
     settings = replace(settings, data=task.resolve_labels(settings.data, model))
     layout = resolve_layout(settings.training, model)
     world_size = ranks(settings.launch, layout)
-    reference, unread = read_reference(task, settings, model)
+    reference, unread = _read_reference(task, settings, model)
     run = Run(
         task=task,
         settings=settings,
@@ -136,6 +144,21 @@ def _read_run(
         world_size=world_size,
     )
     return run, unread
+
+
+def _read_reference(
+    task: Task, settings: Settings, model: McaModelConfig
+) -> tuple[McaModelConfig | None, list[str]]:
+    """Return the architecture of the reference model, and the problems of reading it."""
+    path = task.reference(settings)
+    if path is None or path == settings.data.model_name_or_path:
+        return None if path is None else model, []
+    if not Path(path).is_dir():
+        return None, []  # reported with the other directories
+    try:
+        return model_config(path), []
+    except McaError as error:
+        return None, [f"{REFERENCE}: {problem}" for problem in list_problems(error)]
 
 
 # Keys, independent of model and machine

@@ -7,57 +7,21 @@
 import contextlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
-from functools import cache
+from dataclasses import fields
 from pathlib import Path
-from typing import get_type_hints
 
 from mca_config import yaml_text
 from mca_config.errors import UsageError
-from mca_config.fields import alternatives, is_enum
-from mca_config.training_checks import CheckedArguments
-from mca_config.types import HfArguments, JsonObject, Values
+from mca_config.fields import build
+from mca_config.printable import suggestion
+from mca_config.types import JsonObject, Values
 from mca_train.config.arguments import LaunchArguments, LoraArguments
-from mca_train.config.hf_fields import hf_fields
+from mca_train.config.early_arguments import early_arguments
 from mca_train.config.renamed_options import RENAMED
-from mca_train.config.run_config import Settings, build
+from mca_train.config.run_config import Settings
 from mca_train.plan.options import PlanOptions
 from mca_train.tasks.table import other_task_keys
 from mca_train.tasks.task import Task
-
-
-@cache
-def early_arguments() -> type:
-    """Return a class with the fields of `mca_config.TrainingArguments` and its checks that need no import of torch.
-
-    Missing are checks of installed packages (``report_to``), of schedules, and Hugging Face's own.
-    """
-    read = hf_fields()
-    if issubclass(read, CheckedArguments):
-        return read  # the source of this transformers has another form; the class itself is imported
-    enumerations = {
-        name: kind
-        for name, hint in get_type_hints(read).items()
-        for kind in alternatives(hint)
-        if is_enum(kind)
-    }
-
-    @dataclass(kw_only=True)
-    class EarlyArguments(CheckedArguments, read):  # type: ignore[misc, valid-type]
-        """Arguments with the values that Hugging Face's set-up would give them, as far as rules read these."""
-
-        def __post_init__(self) -> None:
-            self.derive_settings()
-            super().__post_init__()
-            for name, kind in enumerations.items():
-                if isinstance(value := getattr(self, name), str):
-                    setattr(self, name, kind(value))
-            args: HfArguments = self
-            args.output_dir = str(Path(args.output_dir or "").expanduser())
-            args.do_eval = args.do_eval or args.eval_strategy != "no"
-
-    return EarlyArguments
-
 
 _PLAN_FLAGS = {
     flag.name: f"is a flag of mca-train plan (--{flag.name}), no key of a run; remove it"
@@ -162,15 +126,21 @@ def make_settings(
     Raises:
         UsageError: Keys or values are wrong.
     """
+    elsewhere = {**RENAMED, **_PLAN_FLAGS, **other_task_keys(task)}
+
+    def unknown(key: str, known: Iterable[str]) -> str:
+        if key in elsewhere:
+            return f"{key}: {elsewhere[key]}"
+        names = [*known, *(f"--{flag}" for flag in flags)]
+        return f"unknown key '{key}'{suggestion(key, names, f'mca-train {task.name} --help lists the keys')}"
+
     classes: list[type] = [task.data_arguments, LaunchArguments, LoraArguments]
     training, data, launch, lora, *others = build(
         [_training_class(early=early), *classes, *([task.task_arguments] if task.task_arguments else [])],
         _without_backend(values) if early else _for_this_machine(values),
         where=where,
-        otherwise=f"mca-train {task.name} --help lists the keys",
+        unknown=unknown,
         only=["output_dir"],
-        elsewhere={**RENAMED, **_PLAN_FLAGS, **other_task_keys(task)},
-        flags=flags,
     )
     return Settings(
         training=training,

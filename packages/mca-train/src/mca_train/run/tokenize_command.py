@@ -17,7 +17,7 @@ from mca_train.data.streams import open_rows
 from mca_train.run.file_rules import data_files
 from mca_train.run.inputs import load_tokenizer
 from mca_train.run.logs import quiet_libraries
-from mca_train.run.settings import load_values, make_settings
+from mca_train.run.settings import make_settings
 from mca_train.tasks.table import TASKS
 
 if TYPE_CHECKING:
@@ -27,18 +27,17 @@ _FLAG = "output_prefix"
 _ROWS_AT_ONCE = 256
 
 
-def tokenize(config: Path | None, overrides: list[str], output_prefix: str | None) -> int:
+def tokenize(values: Values, where: str, output_prefix: str | None) -> int:
     """Tokenize ``train_file``, each row a document that ends with the end-of-sequence token.
 
     Args:
-        config: The YAML file of a pre-training run; None: the overrides are all.
-        overrides: ``--key value`` words.
+        values: Keys and values of a pre-training run.
+        where: Their origin for error messages.
         output_prefix: Of the dataset's two files; None: the configuration has it.
     """
     quiet_libraries(first=True)
-    values, where = load_values(config, overrides)
-    in_file = values.pop(_FLAG, None)
-    prefix = in_file if output_prefix is None else output_prefix
+    prefix = values.get(_FLAG) if output_prefix is None else output_prefix
+    values = {key: value for key, value in values.items() if key != _FLAG}
     if not isinstance(prefix, str):
         raise UsageError(
             "mca-train tokenize needs --output_prefix: <prefix>.bin and <prefix>.idx are written"

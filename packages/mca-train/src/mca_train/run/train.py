@@ -39,7 +39,7 @@ from mca_train.run.logs import quiet_libraries, set_log_levels, silent_arguments
 from mca_train.run.record import write_record
 from mca_train.run.restarts import StartRecorder, can_restart, resume_values
 from mca_train.run.rules import check
-from mca_train.run.settings import load_values, make_settings
+from mca_train.run.settings import make_settings
 from mca_train.run.summary import best_step, plot_losses, summary
 from mca_train.tasks.task import Task
 from mca_train.types import TrainerControl, TrainerState, TrainingArguments
@@ -101,17 +101,16 @@ class LastEvaluation(TrainerCallback):  # type: ignore[misc]
 logger = logging.getLogger(__name__)
 
 
-def run(task: Task, config: Path | None, overrides: list[str], command: list[str]) -> int:
+def run(task: Task, values: Values, where: str, command: list[str]) -> int:
     """Train, on new local ranks unless a launcher started this process, and return the exit code.
 
     Args:
         task: The kind of run.
-        config: The YAML file; None: the overrides are all.
-        overrides: ``--key value`` words.
+        values: Keys and values of the configuration.
+        where: Their origin for error messages.
         command: Starts this same program, for ranks that cannot be forked (CUDA).
     """
     quiet_libraries(first=environment.is_first())
-    values, where = load_values(config, overrides)
     with raising_on_signals():
         if not environment.started_by_launcher():
             return _launch(task, values, where, command)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from mca_config.errors import McaError, list_problems
+from mca_config.errors import McaError, raised_problems
 from mca_config.files import read_json
 from mca_config.types import JsonObject
 from mca_models.hub import is_hub_id
@@ -30,10 +30,7 @@ def tokenizer_problems(data: DataArguments) -> Iterator[str]:
         return
     if not any(name.startswith(_BEGINNINGS) or name.endswith(_ENDINGS) for name in names):
         yield f"no tokenizer in {folder} (set tokenizer_name_or_path)"
-    try:
-        _count(folder)
-    except McaError as error:
-        yield from list_problems(error)
+    yield from raised_problems(_count, folder)
 
 
 def vocabulary_problems(settings: Settings, rows: int) -> Iterator[str]:

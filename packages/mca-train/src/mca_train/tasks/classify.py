@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, cast
 
 from mca_config.errors import McaError
-from mca_train.config.arguments import VIDEO_KEYS, ClassifyArguments, DataArguments
+from mca_train.config.arguments import ClassifyArguments, DataArguments
 from mca_train.losses.options import SCORE_METRICS
 from mca_train.tasks.task import Example, ScoreTask, data_format_problems
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from mca_models.templates.classification_head import Head
     from mca_train.config.run_config import Settings
     from mca_train.data.encoding import RowEncoder, RowNumbers
+    from mca_train.data.image_rows import ImageReader, ImageRows
     from mca_train.trainer.base import TrainerOptions
     from mca_train.trainer.scores import ClassificationTrainer
 
@@ -63,7 +64,7 @@ class Classify(ScoreTask):
     name = "classify"
     summary = "on texts with a class, labels or numbers: text (or messages) and label"
     data_arguments = Labels
-    unused_columns = ("prompt_column", "completion_column", "image_folder", *VIDEO_KEYS)
+    unused_columns = ("prompt_column", "completion_column")
     required_content = "two tokens"
     example = Example(
         rows="rows with `text` and `label`",
@@ -78,6 +79,20 @@ class Classify(ScoreTask):
         from mca_train.data.scoring import text_encoder
 
         return text_encoder(names, tokenizer, cast("Labels", data), key)
+
+    def image_rows(
+        self,
+        names: Sequence[str],
+        images: "ImageReader",
+        data: DataArguments,
+        tokenizer: "PreTrainedTokenizerBase",
+        key: str,
+    ) -> "ImageRows":
+        """Return the reader of rows with messages, whose media they place, or with a text."""
+        from mca_train.data.formats import detect_format
+
+        known = detect_format(names, data, key, ("messages", "text"))
+        return super().image_rows(names, images, replace(data, data_format=known), tokenizer, key)
 
     def numbers(self, names: Sequence[str], data: DataArguments, key: str) -> "RowNumbers":
         """Return the values of a row, as `AnswerTask.numbers`."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
 from mca_config.errors import McaError
-from mca_train.config.arguments import VIDEO_KEYS, DataArguments, RewardArguments
+from mca_train.config.arguments import DataArguments, RewardArguments
 from mca_train.tasks.task import Example, ScoreTask, pair_format_problems
 
 if TYPE_CHECKING:
@@ -44,9 +44,10 @@ class Reward(ScoreTask):
     summary = "a reward model on preferences: chosen and rejected, with prompt and margin or without"
     data_arguments = RewardArguments
     task_arguments = RewardRunArguments
-    unused_columns = ("messages_column", "completion_column", "text_column", "image_folder", *VIDEO_KEYS)
+    unused_columns = ("messages_column", "completion_column", "text_column")
     sides = ("chosen", "rejected")
     required_content = "both answers whole, of two tokens or more,"
+    needs_whole_rows = True  # both texts may be equal up to the truncation
     example = Example(
         rows="rows with `prompt`, `chosen` and `rejected`, and perhaps `margin`",
         task_lines="# center_rewards_coefficient: 0.01      # keeps rewards around 0\n",

@@ -225,9 +225,11 @@ class AnswerTask(Task):
 
     Attributes:
         required_content: Content that a row without a target lacks, for a warning.
+        needs_whole_rows: True if rows with a sequence above ``seq_length`` are left out instead of truncated.
     """
 
     required_content: ClassVar[str] = "an answer"
+    needs_whole_rows: ClassVar[bool] = False
 
     @abstractmethod
     def encoder(
@@ -305,6 +307,7 @@ class AnswerTask(Task):
             wanted=self.required_content,
             numbers=numbers,
             images=reader,
+            whole=self.needs_whole_rows,
         )
 
 
@@ -334,6 +337,20 @@ def adapter_reference_problems(settings: "Settings", arguments: ReferenceArgumen
 
 class ScoreTask(AnswerTask):
     """Kind whose model has a sequence-classification head."""
+
+    takes_images = True
+
+    def _answer_rows(
+        self,
+        names: Sequence[str],
+        tokenizer: "PreTrainedTokenizerBase",
+        data: DataArguments,
+        key: str,
+        images: "ImageReader | None",
+    ) -> "AnswerRows":
+        """Return the encoding of rows; those of a text model are read by their columns alone."""
+        seen = images if images is not None and images.config.vision_fields is not None else None
+        return super()._answer_rows(names, tokenizer, data, key, seen)
 
     def surely_has_target(
         self, tokenizer: "PreTrainedTokenizerBase", data: DataArguments

@@ -58,7 +58,9 @@ class ExtraColumns(Dataset[Sample]):
         sides: Prefixes of the sequences of a sample; empty: a sample is one sequence.
     """
 
-    def __init__(self, dataset: SampleSource, values: NDArray[np.float64], sides: Sequence[str] = ()) -> None:
+    def __init__(
+        self, dataset: SampleSource, values: NDArray[np.float64 | np.int64], sides: Sequence[str] = ()
+    ) -> None:
         self.lengths = sequence_lengths(dataset)
         self.order_description = describe_order(dataset)
         self._dataset, self._values = dataset, values
@@ -243,7 +245,7 @@ class DpoTrainer(McaTrainer):
     def _compute_log_probs(
         self, reference: ReferenceModel, dataset: SampleSource, rows: NDArray[np.int64]
     ) -> NDArray[np.float64]:
-        numbers = np.arange(1, 1 + 2 * len(dataset), dtype=np.float64).reshape(-1, 2)
+        numbers = np.arange(1, 1 + 2 * len(dataset)).reshape(-1, 2)
         loader, _ = self._data.loaders.evaluation(RowSubset(ExtraColumns(dataset, numbers, _SIDES), rows))
         values = reference.dataset_log_probs(self._report_progress(loader), len(dataset), 2, self.ranks)
         log_probs: NDArray[np.float64] = values.cpu().numpy()[rows]

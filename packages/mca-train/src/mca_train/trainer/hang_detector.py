@@ -169,8 +169,7 @@ class HangDetector:
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         if self._size == 1:
             return self
-        timeout = parallel.timeout().total_seconds()
-        self._interval, self._limit = min(_INTERVAL, timeout / 20), timeout / 2
+        self._interval, self._limit = self._periods()
         self._store = PrefixStore("mca/heartbeat", _connection(dist.distributed_c10d._get_default_store()))
         self._main = threading.get_ident()
         self._ended.clear()
@@ -179,6 +178,12 @@ class HangDetector:
         self._thread = threading.Thread(target=self._run, daemon=True, name="hang-detector")
         self._thread.start()
         return self
+
+    @staticmethod
+    def _periods() -> tuple[float, float]:
+        """Return the seconds between heartbeats, and after how many a rank counts as stuck."""
+        timeout = parallel.timeout().total_seconds()
+        return min(_INTERVAL, timeout / 20), timeout / 2
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None

@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 
 from mca_config.arguments import DistributingParallelArguments, float16_problems
 from mca_config.arguments.distributing import LAYOUT_FIELDS
-from mca_config.errors import McaError, list_problems, raise_problems
+from mca_config.errors import McaError, raise_problems, raised_problems
 from mca_config.layout import SIZE_FIELDS, ParallelLayout
 from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
@@ -109,14 +109,6 @@ def require_unmerged(model: VirtualModels) -> None:
         raise McaError("the adapter is merged, so nothing would be trained; call unmerge_adapter first")
 
 
-def _problems(require: Callable[..., None], *values: object) -> Iterator[str]:
-    """Yield the problems that ``require`` raises."""
-    try:
-        require(*values)
-    except McaError as error:
-        yield from list_problems(error)
-
-
 # Arguments and the class
 
 
@@ -202,12 +194,12 @@ def schedule(subject: Subject) -> Iterator[str]:
 
 def stream_length(subject: Subject) -> Iterator[str]:
     """Yield an error for a stream without ``max_steps``."""
-    yield from _problems(require_steps, subject.train_dataset, subject.args.max_steps)
+    yield from raised_problems(require_steps, subject.train_dataset, subject.args.max_steps)
 
 
 def checkpoint_format(subject: Subject) -> Iterator[str]:
     """Yield an error for a checkpoint format that the model cannot be written in."""
-    yield from _problems(require_format, subject.model, subject.args.ckpt_format)
+    yield from raised_problems(require_format, subject.model, subject.args.ckpt_format)
 
 
 def vocabulary(subject: Subject) -> Iterator[str]:

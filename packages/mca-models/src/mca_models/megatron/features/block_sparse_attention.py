@@ -13,6 +13,7 @@ from mca_models.megatron.features.feature import Feature, change_self_attention
 from mca_models.megatron.features.topk_attention import (
     QueryFeatures,
     TopKSparseAttention,
+    normed_input,
     recomputation_problems,
 )
 from mca_models.megatron.layers.attention import CoreAttention
@@ -186,12 +187,7 @@ def with_block_indexer(attention: type) -> type:
                 self.linear_qkv.register_forward_pre_hook(self._keep)
 
         def _keep(self, linear: MegatronModule, args: tuple[Tensor, ...]) -> None:
-            hidden = args[0].detach()
-            weight = getattr(linear, "layer_norm_weight", None)  # Transformer Engine fuses the norm
-            if weight is not None:
-                weight = weight.detach().float() + linear.zero_centered_gamma
-                hidden = rms_norm(hidden.float(), weight.shape, weight, linear.eps).to(hidden.dtype)
-            self.core_attention.hidden = hidden
+            self.core_attention.hidden = normed_input(linear, args)
 
     return Indexed
 

@@ -3,7 +3,6 @@
 from functools import cache
 
 from torch import Tensor
-from torch.nn.functional import rms_norm
 
 from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
@@ -12,6 +11,7 @@ from mca_models.megatron.features.mla import change_mla
 from mca_models.megatron.features.topk_attention import (
     QueryFeatures,
     TopKSparseAttention,
+    normed_input,
     recomputation_problems,
 )
 from mca_models.megatron.layers.attention import CoreAttention
@@ -79,12 +79,7 @@ def with_indexer(attention: type) -> type:
             return super().forward(hidden_states, *args, **kwargs)
 
         def _keep(self, linear: MegatronModule, args: tuple[Tensor, ...]) -> None:
-            compressed = args[0].detach()
-            weight = getattr(linear, "layer_norm_weight", None)  # Transformer Engine fuses the norm
-            if weight is not None:
-                normal = rms_norm(compressed.float(), weight.shape, weight.detach().float(), linear.eps)
-                compressed = normal.to(compressed.dtype)
-            self.core_attention.compressed = compressed
+            self.core_attention.compressed = normed_input(linear, args)
 
     return Indexed
 

@@ -20,13 +20,13 @@ from mca_models.megatron.features.feature import Feature, LayerContext, SpecChan
 from mca_models.megatron.features.kernels import find_kernel
 from mca_models.megatron.features.recurrent_layers import (
     CausalConvolution,
-    apply_to_full_sequences,
+    SequenceMixer,
     linear_attention_settings,
     normed_linears,
 )
 from mca_models.megatron.layers.norm import Norm
 from mca_models.megatron.names import Implementation
-from mca_models.megatron.types import MegatronConfig, PackedSeqParams, Spec, Upstream
+from mca_models.megatron.types import MegatronConfig, Spec, Upstream
 
 
 class HeadNorm(Norm):
@@ -67,14 +67,26 @@ def delta_net_spec(config: McaModelConfig, implementation: Implementation) -> Sp
 def _module(beta_factor: float, epsilon: float) -> type:
     from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 
-    class DeltaNet(GatedDeltaNet):  # type: ignore[misc]
+    class DeltaNet(SequenceMixer, GatedDeltaNet):  # type: ignore[misc]
         """Megatron's gated delta net without its choice of kernels."""
+
+        out_norm: HeadNorm
+        conv1d: CausalConvolution
+        A_log: Tensor
+        dt_bias: Tensor
+        tp_size: int
+        qk_dim: int
+        v_dim: int
+        key_head_dim: int
+        value_head_dim: int
+        num_value_heads: int
 
         def __init__(
             self, *args: object, cp_comm_type: object = None, pp_layer_offset: object = None, **kwargs: object
         ) -> None:
             with _without_kernel_check(GatedDeltaNet):
                 super().__init__(*args, **kwargs)
+            self.groups = self.pg_collection
             self.out_norm.eps = epsilon
             self.rule = find_kernel("chunk_gated_delta_rule", self.config)
             convolution = self._modules["conv1d"]
@@ -86,19 +98,6 @@ def _module(beta_factor: float, epsilon: float) -> type:
         def _setup_variant_attrs(self) -> None:
             super()._setup_variant_attrs()
             self.gated_delta_rule = delta_rule
-
-        def forward(
-            self,
-            hidden_states: Tensor,
-            attention_mask: object = None,
-            *,
-            packed_seq_params: PackedSeqParams = None,
-            **_: object,
-        ) -> tuple[Tensor, Tensor | None]:
-            """Map ``[s / cp, b, hidden]`` to the same shape; other arguments of an attention are ignored."""
-            mixed, _ = self.in_proj(hidden_states)
-            out = apply_to_full_sequences(self._sequence, mixed, packed_seq_params, self.pg_collection.cp)
-            return self.out_proj(out)  # type: ignore[no-any-return]
 
         def _sequence(self, mixed: Tensor) -> Tensor:
             """Map projections ``[s, b, q k v z b a]`` of one sequence to normalized, gated values ``[s, b, v]``."""

@@ -1,4 +1,4 @@
-"""Kimi Delta Attention: a gated delta net with per-channel decay and low-rank gates."""
+"""Kimi Delta Attention: a gated delta net with per-channel decay, which may be bounded, and low-rank or full gates."""
 
 import math
 from functools import cache
@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from mca_config.model.linear_attention import LinearAttention
+from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Typed
 from mca_models.megatron.features.delta_rule import delta_rule
@@ -16,8 +18,9 @@ from mca_models.megatron.features.gated_delta_net import HeadNorm
 from mca_models.megatron.features.kernels import find_kernel
 from mca_models.megatron.features.recurrent_layers import (
     CausalConvolution,
-    apply_to_full_sequences,
+    SequenceMixer,
     linear_attention_settings,
+    normed_linears,
 )
 from mca_models.megatron.layers.sharded import ReplicatedLinear, cut_parameter
 from mca_models.megatron.names import Implementation
@@ -25,25 +28,20 @@ from mca_models.megatron.types import (
     GroupCollection,
     MegatronConfig,
     MegatronModule,
-    PackedSeqParams,
     ShardedState,
     Spec,
 )
 
 _PARTS = ["query", "key", "value", "beta"]
+_PARTS_WITH_GATES = ["query", "key", "value", "write", "decay", "gate"]
 
 
-def kimi_delta_spec(implementation: Implementation) -> Spec:
+def kimi_delta_spec(implementation: Implementation, linear: LinearAttention) -> Spec:
     """Return the spec of a Kimi Delta Attention block."""
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    if implementation == "transformer_engine":
-        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
-
-        return ModuleSpec(module=_module(TEColumnParallelLinear, TERowParallelLinear))
-    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-
-    return ModuleSpec(module=_module(ColumnParallelLinear, RowParallelLinear))
+    classes = normed_linears(implementation, norm=False)
+    return ModuleSpec(module=_module(*classes, linear.linear_low_rank_gates, linear.linear_decay_bound))
 
 
 def _sharded_state(
@@ -74,17 +72,21 @@ def _sharded_state(
                 module, f"{prefix}{name}.", offsets, metadata, tp_group=block.groups.tp
             )
     share = block.heads * block.width
-    for name, rows in (("in_proj.weight", [share] * 3 + [block.heads]), ("conv1d.weight", [share] * 3)):
+    projected = [share] * 3 + [block.heads] + [share] * (0 if block.low_rank else 2)
+    parts = _PARTS if block.low_rank else _PARTS_WITH_GATES
+    for name, rows in (("in_proj.weight", projected), ("conv1d.weight", [share] * 3)):
         whole = state[f"{prefix}{name}"]
-        state[f"{prefix}{name}"] = _split_tensor_factory(whole, rows, _PARTS[: len(rows)], 0)
+        state[f"{prefix}{name}"] = _split_tensor_factory(whole, rows, parts[: len(rows)], 0)
     return state
 
 
-class KimiDeltaAttention(torch.nn.Module):
+class KimiDeltaAttention(SequenceMixer):
     """Kimi Delta Attention without its input norm, which is in the layer; `_module` mixes in ``MegatronModule``."""
 
     column: ClassVar[Typed]
     row: ClassVar[Typed]
+    low_rank: ClassVar[bool]
+    bound: ClassVar[float | None]
 
     def __init__(
         self,
@@ -106,10 +108,13 @@ class KimiDeltaAttention(torch.nn.Module):
             "gather_output": False,
             "skip_bias_add": False,
         }
-        hidden = config.hidden_size
-        self.in_proj = self.column(hidden, 3 * rows + config.linear_num_key_heads, **first)
-        self.gates_down = ReplicatedLinear(hidden, 2 * width, config=config, init_method=config.init_method)
-        self.fade_up, self.gate_up = (self.column(width, rows, **first) for _ in range(2))
+        hidden, gates = config.hidden_size, 0 if self.low_rank else 2 * rows
+        self.in_proj = self.column(hidden, 3 * rows + config.linear_num_key_heads + gates, **first)
+        if self.low_rank:
+            self.gates_down = ReplicatedLinear(
+                hidden, 2 * width, config=config, init_method=config.init_method
+            )
+            self.fade_up, self.gate_up = (self.column(width, rows, **first) for _ in range(2))
         self._make_parameters(config)
         self.out_norm = HeadNorm(config, width, config.layernorm_epsilon)
         last = {"init_method": config.output_layer_init_method, "input_is_parallel": True}
@@ -131,21 +136,14 @@ class KimiDeltaAttention(torch.nn.Module):
                 step.add_(torch.log(-torch.expm1(-step)))
         self.rule = find_kernel("chunk_kda", config)
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: object = None,
-        *,
-        packed_seq_params: PackedSeqParams = None,
-        **_: object,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Map ``[s / cp, b, hidden]`` to the same shape; other arguments of an attention are ignored."""
-        projected, _ = self.in_proj(hidden_states)
+    def _project(self, hidden_states: Tensor) -> Tensor:
+        """Map ``[s / cp, b, hidden]`` to ``[s / cp, b, q k v b fade gate]``."""
+        mixed = super()._project(hidden_states)
+        if not self.low_rank:
+            return mixed
         down, _ = self.gates_down(hidden_states)
-        fade, gate = (up(x)[0] for up, x in zip((self.fade_up, self.gate_up), down.chunk(2, -1), strict=True))
-        mixed = torch.cat([projected, fade, gate], -1)
-        out = apply_to_full_sequences(self._sequence, mixed, packed_seq_params, self.groups.cp)
-        return self.out_proj(out)  # type: ignore[no-any-return]
+        ups = zip((self.fade_up, self.gate_up), down.chunk(2, -1), strict=True)
+        return torch.cat([mixed, *(up(x)[0] for up, x in ups)], -1)
 
     def _sequence(self, mixed: Tensor) -> Tensor:
         """Map projections ``[s, b, q k v b fade gate]`` of one sequence to normalized, gated values ``[s, b, v]``."""
@@ -153,8 +151,9 @@ class KimiDeltaAttention(torch.nn.Module):
         qkv, beta, fade, gate = mixed.split([3 * share, self.heads, share, share], -1)
         qkv = self.conv1d(qkv.permute(1, 2, 0)).transpose(1, 2)
         query, key, value = (x.unflatten(-1, (-1, self.width)) for x in qkv.chunk(3, -1))
-        steps = softplus(fade.float() + self.dt_bias.float()).unflatten(-1, (-1, self.width))
-        decay = -self.A_log.float().exp().unsqueeze(-1) * steps
+        steps = (fade.float() + self.dt_bias.float()).unflatten(-1, (-1, self.width))
+        rate = self.A_log.float().exp().unsqueeze(-1)
+        decay = -rate * softplus(steps) if self.bound is None else self.bound * (rate * steps).sigmoid()
         out = delta_rule(query, key, value, decay.transpose(0, 1), beta.sigmoid().transpose(0, 1), self.rule)
         normal = self.out_norm(out.transpose(0, 1).float()).flatten(2)
         gated: Tensor = (normal * gate.float().sigmoid()).to(mixed.dtype)
@@ -171,10 +170,11 @@ class KimiDeltaAttention(torch.nn.Module):
 
 
 @cache
-def _module(column: type, row: type) -> type:
+def _module(column: type, row: type, low_rank: bool, bound: float | None) -> type:
     from megatron.core.transformer.module import MegatronModule as Module
 
-    return type("KimiDeltaAttention", (KimiDeltaAttention, Module), {"column": column, "row": row})
+    fixed = {"column": column, "row": row, "low_rank": low_rank, "bound": bound}
+    return type("KimiDeltaAttention", (KimiDeltaAttention, Module), fixed)
 
 
 def _is_enabled(config: McaModelConfig) -> bool:
@@ -185,7 +185,8 @@ def _is_enabled(config: McaModelConfig) -> bool:
 def _layer(context: LayerContext) -> SpecChanges:
     if context.kind != "linear_attention":
         return SpecChanges()
-    return SpecChanges({"self_attention": lambda _: kimi_delta_spec(context.implementation)})
+    linear = given(context.config.linear_attention)
+    return SpecChanges({"self_attention": lambda _: kimi_delta_spec(context.implementation, linear)})
 
 
 KIMI_DELTA_ATTENTION = Feature(

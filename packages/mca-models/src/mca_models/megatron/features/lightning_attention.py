@@ -24,6 +24,7 @@ from mca_models.megatron.features.recurrent_layers import (
     SequenceMixer,
     mixer_projections,
     normed_linears,
+    split_sharded_state,
 )
 from mca_models.megatron.names import Implementation
 from mca_models.megatron.types import MegatronConfig, ShardedState, Spec
@@ -112,13 +113,9 @@ class LightningAttention(SequenceMixer):
         self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: Typed = None
     ) -> ShardedState:
         """Return the sharded state; the input projection is split into its parts, independent of the layout."""
-        from megatron.core.ssm.mamba_mixer import _split_tensor_factory
-        from megatron.core.transformer.module import MegatronModule
-
-        state: ShardedState = MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
-        key, share = f"{prefix}in_proj.weight", self.heads * self.channels
-        state[key] = _split_tensor_factory(state[key], [3 * share, share], list(_PARTS), 0)
-        return state
+        share = self.heads * self.channels
+        fused = {"in_proj.weight": ([3 * share, share], _PARTS)}
+        return split_sharded_state(self, prefix, sharded_offsets, metadata, fused=fused)
 
 
 def lightning_spec(implementation: Implementation, config: McaModelConfig) -> Spec:

@@ -27,11 +27,12 @@ from mca_models.megatron.features.feature import (
 from mca_models.megatron.features.kernels import Kernel, find_kernel
 from mca_models.megatron.features.recurrent_layers import (
     CausalConvolution,
-    apply_to_full_sequences,
+    SequenceMixer,
     mixer_projections,
     normed_linears,
+    split_sharded_state,
 )
-from mca_models.megatron.layers.sharded import cut_parameter, sharded_state
+from mca_models.megatron.layers.sharded import cut_parameter
 from mca_models.megatron.names import Implementation
 from mca_models.megatron.tensors import seeded_generator
 from mca_models.megatron.types import MegatronConfig, PackedSeqParams, ShardedState, Spec, WithBias
@@ -154,7 +155,7 @@ class GatedNorm(torch.nn.Module):
         return scaled
 
 
-class Mamba(torch.nn.Module):
+class Mamba(SequenceMixer):
     """Mamba 2 layer with one tensor rank's heads; `_module` mixes in ``MegatronModule``."""
 
     dt_bias: Tensor
@@ -165,13 +166,13 @@ class Mamba(torch.nn.Module):
         self, config: MegatronConfig, model: McaModelConfig, column: Typed, row: Typed, **options: Typed
     ) -> None:
         super().__init__(config)
-        self.groups_of_ranks = options["pg_collection"]
-        tp, sizes = self.groups_of_ranks.tp.size(), segments(model)
+        self.groups = options["pg_collection"]
+        tp, sizes = self.groups.tp.size(), segments(model)
         self.sizes = [size // tp for size in sizes]
-        self.groups = HeadGroups(given(model.mamba).mamba_num_groups, self.groups_of_ranks.tp)
+        self.head_groups = HeadGroups(given(model.mamba).mamba_num_groups, self.groups.tp)
         self.least_step = given(model.mamba).mamba_least_step
         self.in_proj, self.out_proj = mixer_projections(
-            config, column, row, self.groups_of_ranks.tp, rows=sum(sizes), inside=sizes[0]
+            config, column, row, self.groups.tp, rows=sum(sizes), inside=sizes[0]
         )
         channels, kernel = sum(self.sizes[1:4]), given(model.mamba).mamba_conv_kernel_dim
         convolution = torch.nn.Conv1d(
@@ -188,26 +189,20 @@ class Mamba(torch.nn.Module):
             setattr(self, name, cut_parameter((self.sizes[4],), config.params_dtype))
         self.norm, first = None, given(model.mamba).mamba_norm == "gated"
         if given(model.mamba).mamba_norm != "none":
-            self.norm = GatedNorm(config, self.sizes[0], self.groups, gate_first=first)
+            self.norm = GatedNorm(config, self.sizes[0], self.head_groups, gate_first=first)
         self.factors = given(model.mamba).mamba_multipliers
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: object = None,
-        *,
-        packed_seq_params: PackedSeqParams = None,
-        **_: object,
-    ) -> WithBias:
+    def forward(self, hidden_states: Tensor, *args: Typed, **options: Typed) -> WithBias:
         """Map ``[s / cp, b, hidden]`` to the same shape; other arguments of an attention are ignored."""
-        mixed, _ = self.in_proj(hidden_states)
-        if self.factors is not None:
-            parts = zip(mixed.split(self.sizes, -1), self.factors[:-1], strict=True)
-            mixed = torch.cat([part * factor for part, factor in parts], -1)
-        group = self.groups_of_ranks.cp
-        out = apply_to_full_sequences(self._sequence, mixed, packed_seq_params, group)
-        output: WithBias = self.out_proj(out)
+        output = super().forward(hidden_states, *args, **options)
         return output if self.factors is None else (output[0] * self.factors[-1], None)
+
+    def _project(self, hidden_states: Tensor) -> Tensor:
+        mixed = super()._project(hidden_states)
+        if self.factors is None:
+            return mixed
+        parts = zip(mixed.split(self.sizes, -1), self.factors[:-1], strict=True)
+        return torch.cat([part * factor for part, factor in parts], -1)
 
     def _sequence(self, mixed: Tensor) -> Tensor:
         """Map projections ``[s, b, z x B C dt]`` of one sequence to normalized, gated values ``[s, b, x]``."""
@@ -215,9 +210,9 @@ class Mamba(torch.nn.Module):
         gate, convolving, step = mixed.split([inside, inside + 2 * states, count], -1)
         mixed_in = self.conv1d(convolving.permute(1, 2, 0)).transpose(1, 2)
         x, shared = mixed_in.split([inside, 2 * states], -1)
-        into, read = self.groups.gathered(shared).unflatten(-1, (2, -1)).unbind(-2)
+        into, read = self.head_groups.gathered(shared).unflatten(-1, (2, -1)).unbind(-2)
         step = softplus(step.float() + self.dt_bias.float()).clamp(min=self.least_step).transpose(0, 1)
-        into, read = (part.flatten(-2).unflatten(-1, (self.groups.here, -1)) for part in (into, read))
+        into, read = (part.flatten(-2).unflatten(-1, (self.head_groups.here, -1)) for part in (into, read))
         rate, x = -self.A_log.float().exp(), x.unflatten(-1, (count, -1))
         out = state_space_layer(x, step, rate, into, read, self.D.float(), self.scan)
         out = out.transpose(0, 1).flatten(2)
@@ -228,16 +223,8 @@ class Mamba(torch.nn.Module):
         self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: Typed = None
     ) -> ShardedState:
         """Return the sharded state; fused tensors are split into their parts, independent of the layout."""
-        from megatron.core.ssm.mamba_mixer import _split_tensor_factory
-        from megatron.core.transformer.module import MegatronModule
-
-        state: ShardedState = MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
-        cut = sharded_state(self, prefix, sharded_offsets, dict.fromkeys(_CUT, 0))
-        state |= {key: value for key, value in cut.items() if key.removeprefix(prefix) in _CUT}
-        for name, parts in _FUSED.items():
-            if (key := f"{prefix}{name}") in state:
-                state[key] = _split_tensor_factory(state[key], self.sizes[parts], list(_PARTS[parts]), 0)
-        return state
+        fused = {name: (self.sizes[parts], _PARTS[parts]) for name, parts in _FUSED.items()}
+        return split_sharded_state(self, prefix, sharded_offsets, metadata, cut=_CUT, fused=fused)
 
 
 def mamba_spec(implementation: Implementation, config: McaModelConfig) -> Spec:

@@ -27,7 +27,7 @@ from mca_models.templates import get_family
 
 
 @dataclass(frozen=True)
-class _Image:
+class MediaItem:
     """One image, one tile, or one audio clip.
 
     Args:
@@ -54,7 +54,7 @@ class _Medium:
 
     arguments: JsonObject
     run: Callable[[HfModel, JsonObject], Tensor]
-    split: Callable[[JsonObject, McaModelConfig], list[_Image]]
+    split: Callable[[JsonObject, McaModelConfig], list[MediaItem]]
     trained: Sequence[torch.nn.Parameter]
 
 
@@ -83,7 +83,7 @@ def _media(
     family = get_family(config.model_type).vision
     assert family is not None, "a model with images has a vision model"
     if family.audio is None:
-        return [_Medium(images, _run_vision, _split_images, trained)]
+        return [_Medium(images, _run_vision, split_images, trained)]
     hears = {
         parameter for name, parameter in vision.named_parameters() if name.startswith(family.audio.names)
     }
@@ -94,11 +94,11 @@ def _media(
         )
     run = partial(run_clips, config=config, audio=family.audio)
     if "vision_config" not in (config.vision_fields or {}):
-        return [_Medium(clips, run, _split_clips, trained)]
+        return [_Medium(clips, run, split_clips, trained)]
     pictures = {name: value for name, value in images.items() if name not in clips}
     return [
-        _Medium(pictures, _run_vision, _split_images, [each for each in trained if each not in hears]),
-        _Medium(clips, run, _split_clips, [each for each in trained if each in hears]),
+        _Medium(pictures, _run_vision, split_images, [each for each in trained if each not in hears]),
+        _Medium(clips, run, split_clips, [each for each in trained if each in hears]),
     ]
 
 
@@ -142,7 +142,8 @@ def assign_images(loads: Sequence[int], ranks: int) -> list[int]:
     return owners
 
 
-def _split_images(images: JsonObject, config: McaModelConfig) -> list[_Image]:
+def split_images(images: JsonObject, config: McaModelConfig) -> list[MediaItem]:
+    """Split the arguments of the vision tower by image, tile or frame."""
     pixels: Tensor = images["pixel_values"]
     vision = config.vision_fields or {}
     side = vision["vision_config"].get("spatial_merge_size", 2)
@@ -151,7 +152,7 @@ def _split_images(images: JsonObject, config: McaModelConfig) -> list[_Image]:
         loads = [time * high * wide for time, high, wide in grids.tolist()]
         parts = zip(pixels.split(loads), grids.split(1), loads, strict=True)
         return [
-            _Image({"pixel_values": part, "image_grid_thw": grid}, load, load // merged)
+            MediaItem({"pixel_values": part, "image_grid_thw": grid}, load, load // merged)
             for part, grid, load in parts
         ]
     family = get_family(config.model_type).vision
@@ -166,15 +167,15 @@ def _split_images(images: JsonObject, config: McaModelConfig) -> list[_Image]:
         patches = (positions >= 0).all(-1).sum(-1)
         rows = (patches * pixels.shape[-1] // token).tolist()
         return [
-            _Image({"pixel_values": part, "image_position_ids": position}, pixels.shape[1], count)
+            MediaItem({"pixel_values": part, "image_position_ids": position}, pixels.shape[1], count)
             for part, position, count in zip(pixels.split(1), positions.split(1), rows, strict=True)
         ]
     assert family.tokens_per_image is not None, "images have grids, sizes or a fixed number"
     count = family.tokens_per_image(config)
-    return [_Image({"pixel_values": part}, 1, count) for part in pixels.split(1)]
+    return [MediaItem({"pixel_values": part}, 1, count) for part in pixels.split(1)]
 
 
-def _split_sized(images: JsonObject, sizes: Tensor, config: McaModelConfig) -> list[_Image]:
+def _split_sized(images: JsonObject, sizes: Tensor, config: McaModelConfig) -> list[MediaItem]:
     family = get_family(config.model_type).vision
     assert family is not None and family.tokens_of_size is not None, "the size of an image gives its features"
     found = []
@@ -187,11 +188,11 @@ def _split_sized(images: JsonObject, sizes: Tensor, config: McaModelConfig) -> l
             count = family.tokens_together(config)
         else:
             count = family.tokens_of_size(config, high, wide)
-        found.append(_Image(own, count, count))
+        found.append(MediaItem(own, count, count))
     return found
 
 
-def _split_marked(images: JsonObject, grids: Tensor, config: McaModelConfig) -> list[_Image]:
+def _split_marked(images: JsonObject, grids: Tensor, config: McaModelConfig) -> list[MediaItem]:
     family = get_family(config.model_type).vision
     assert family is not None and family.tokens_per_image is not None, "tiles have a fixed number of features"
     orders = [tile_order(rows, columns) for rows, columns in grids.tolist()]
@@ -199,18 +200,19 @@ def _split_marked(images: JsonObject, grids: Tensor, config: McaModelConfig) -> 
     per_tile = family.tokens_per_image(config)
     parts = zip(images["pixel_values"].split(tiles), grids.split(1), orders, tiles, strict=True)
     return [
-        _Image({"pixel_values": part, "grids": grid}, count, len(order) + count * (per_tile - 1))
+        MediaItem({"pixel_values": part, "grids": grid}, count, len(order) + count * (per_tile - 1))
         for part, grid, order, count in parts
     ]
 
 
-def _split_clips(clips: JsonObject, config: McaModelConfig) -> list[_Image]:
+def split_clips(clips: JsonObject, config: McaModelConfig) -> list[MediaItem]:
+    """Split the arguments of the audio tower by clip."""
     family = get_family(config.model_type).vision
     assert family is not None and family.audio is not None, "a model with audio has an audio tower"
     audio, features = family.audio, clips["input_features"]
     frames = [features.shape[-1]] * len(features) if audio.mask is None else clips[audio.mask].sum(1).tolist()
     return [
-        _Image(
+        MediaItem(
             {name: each[number : number + 1] for name, each in clips.items()},
             features.shape[-1],
             audio.tokens(config, int(count)),
@@ -335,13 +337,10 @@ class ZeroGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Upstream, output: Tensor, *parameters: Tensor) -> Tensor:
         """Return a view of ``output``."""
-        ctx.shapes = [(each.shape, each.dtype, each.device) for each in parameters]
+        ctx.zeros = [each.new_zeros(()).expand(each.shape) for each in parameters]
         return output.view_as(output)
 
     @staticmethod
     def backward(ctx: Upstream, gradient: Tensor) -> tuple[Tensor, ...]:
         """Pass ``gradient`` on, and return zeros for the parameters."""
-        zeros = (
-            torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in ctx.shapes
-        )
-        return gradient, *zeros
+        return gradient, *ctx.zeros

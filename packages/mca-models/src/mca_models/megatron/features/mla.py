@@ -11,10 +11,11 @@ from torch import Tensor
 from mca_config.errors import McaError
 from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
-from mca_config.types import Values
+from mca_config.types import Typed, Values
 from mca_models.megatron.features.feature import ClassChange, Context, Feature, Setup, SpecChanges
+from mca_models.megatron.features.recurrent_layers import normed_linears
 from mca_models.megatron.layers.rope import attention_factor, rotary_module, yarn_factor, yarn_scale
-from mca_models.megatron.types import GptModel, MegatronModule, Settings, Spec
+from mca_models.megatron.types import GptModel, MegatronConfig, MegatronModule, Settings, Spec
 
 _SAME_NAME = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 EPSILON = 1e-6
@@ -97,6 +98,53 @@ def with_mla_multipliers(attention: type, query_factor: float, latent_factor: fl
 
 
 @cache
+def with_latent_head_gate(attention: type, column: type) -> type:
+    """Return an ``MLASelfAttention`` class with a sigmoid gate on the output of each head.
+
+    Args:
+        attention: Megatron's class.
+        column: The class of column-parallel linears.
+    """
+
+    class GatedMla(attention):  # type: ignore[misc]
+        """MLA with a gate for each head."""
+
+        def __init__(self, config: MegatronConfig, *args: object, **kwargs: object) -> None:
+            super().__init__(config, *args, **kwargs)
+            linear: Typed = column
+            self.linear_head_gate = linear(
+                config.hidden_size,
+                config.num_attention_heads,
+                config=config,
+                init_method=config.init_method,
+                gather_output=False,
+                bias=False,
+                skip_bias_add=False,
+                is_expert=False,
+                tp_group=self.pg_collection.tp,
+            )
+            self.gate: Tensor | None = None
+            self.linear_proj.register_forward_pre_hook(self._apply_gate)
+
+        def get_query_key_value_tensors(
+            self, hidden_states: Tensor, *args: object, **kwargs: object
+        ) -> tuple[Tensor, ...]:
+            """Return queries, keys, values, and the compressed tensors."""
+            self.gate, _ = self.linear_head_gate(hidden_states)
+            tensors: tuple[Tensor, ...] = super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
+            return tensors
+
+        def _apply_gate(self, linear: MegatronModule, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            """Multiply the output of each head ``[s, b, heads * channels]`` by its gate."""
+            gate, self.gate = self.gate, None
+            assert gate is not None
+            heads = args[0].unflatten(-1, (gate.shape[-1], -1))
+            return (heads * gate.float().sigmoid().to(heads.dtype).unsqueeze(-1)).flatten(-2), *args[1:]
+
+    return GatedMla
+
+
+@cache
 def with_plain_query(attention: type) -> type:
     """Return an ``MLASelfAttention`` class without a norm on its queries, for megatron-core 0.19.
 
@@ -141,6 +189,9 @@ def _spec(context: Context) -> SpecChanges:
 
     def adapt(attention: type) -> type:
         attention = attention if mla.q_lora_rank else with_plain_query(attention)
+        if mla.latent_head_gate:
+            column, _ = normed_linears(context.implementation, norm=False)
+            attention = with_latent_head_gate(attention, column)
         return attention if factors == (1.0, 1.0) else with_mla_multipliers(attention, *factors)
 
     return change_mla(adapt)

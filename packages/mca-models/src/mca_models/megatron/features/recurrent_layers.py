@@ -3,7 +3,7 @@
 The computation of each sequence is in the modules of the layers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -15,9 +15,17 @@ from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Typed
 from mca_models.megatron.features.kernels import Kernel
+from mca_models.megatron.layers.sharded import sharded_state
 from mca_models.megatron.layers.zigzag import rank_token_ranges, restore_token_order
 from mca_models.megatron.names import Implementation
-from mca_models.megatron.types import MegatronConfig, MegatronModule, PackedSeqParams, Settings, WithBias
+from mca_models.megatron.types import (
+    MegatronConfig,
+    MegatronModule,
+    PackedSeqParams,
+    Settings,
+    ShardedState,
+    WithBias,
+)
 
 _MAX_KERNEL_SIZE = 4
 """Maximum kernel size of ``causal_conv1d_fn``."""
@@ -118,15 +126,52 @@ class SequenceMixer(torch.nn.Module):
         **_: object,
     ) -> WithBias:
         """Map ``[s / cp, b, hidden]`` to the same shape; other arguments of an attention are ignored."""
-        mixed, _ = self.in_proj(hidden_states)
+        mixed = self._project(hidden_states)
         output: WithBias = self.out_proj(
             apply_to_full_sequences(self._sequence, mixed, packed_seq_params, self.groups.cp)
         )
         return output
 
+    def _project(self, hidden_states: Tensor) -> Tensor:
+        """Map ``[s / cp, b, hidden]`` to the projections ``[s / cp, b, rows]`` that `_sequence` reads."""
+        mixed: Tensor = self.in_proj(hidden_states)[0]
+        return mixed
+
     def _sequence(self, mixed: Tensor) -> Tensor:
         """Map projections of one sequence ``[s, b, rows]`` to the inputs of ``out_proj``."""
         raise NotImplementedError
+
+
+def split_sharded_state(
+    module: torch.nn.Module,
+    prefix: str,
+    offsets: tuple[object, ...],
+    metadata: Typed,
+    *,
+    cut: Sequence[str] = (),
+    fused: Mapping[str, tuple[Sequence[int], Sequence[str]]],
+) -> ShardedState:
+    """Return the sharded state of a layer, with fused tensors split into their parts, independent of the layout.
+
+    Args:
+        module: The layer, which mixes in ``MegatronModule``.
+        prefix: Prefix of its names.
+        offsets: Offsets of the layer in tensors of several layers.
+        metadata: Megatron's metadata of the checkpoint.
+        cut: Names of its own parameters that tensor ranks share along the first dimension.
+        fused: Rows on this rank and names of the parts of each fused tensor, along the first dimension.
+    """
+    from megatron.core.ssm.mamba_mixer import _split_tensor_factory
+    from megatron.core.transformer.module import MegatronModule
+
+    state: ShardedState = MegatronModule.sharded_state_dict(module, prefix, offsets, metadata)
+    if cut:
+        own = sharded_state(module, prefix, offsets, dict.fromkeys(cut, 0))
+        state |= {key: value for key, value in own.items() if key.removeprefix(prefix) in cut}
+    for name, (rows, parts) in fused.items():
+        if (key := f"{prefix}{name}") in state:
+            state[key] = _split_tensor_factory(state[key], list(rows), list(parts), 0)
+    return state
 
 
 class CausalConvolution(torch.nn.Conv1d):

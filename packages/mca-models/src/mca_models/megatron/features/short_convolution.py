@@ -20,12 +20,11 @@ from mca_models.megatron.features.recurrent_layers import (
     SequenceMixer,
     mixer_projections,
     normed_linears,
+    split_sharded_state,
 )
-from mca_models.megatron.layers.sharded import sharded_state
 from mca_models.megatron.names import Implementation
 from mca_models.megatron.types import MegatronConfig, ShardedState, Spec
 
-_CUT = ("conv1d.weight",)
 _PARTS = ("gate_in", "gate_out", "inputs")
 """Parts of the input projection (B, C, x); names differ from those of Mamba's parts in ``torch_dist`` directories."""
 
@@ -61,15 +60,10 @@ class ShortConvolution(SequenceMixer):
         self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: Typed = None
     ) -> ShardedState:
         """Return the sharded state; the input projection is split into its parts, independent of the layout."""
-        from megatron.core.ssm.mamba_mixer import _split_tensor_factory
-        from megatron.core.transformer.module import MegatronModule
-
-        state: ShardedState = MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
-        cut = sharded_state(self, prefix, sharded_offsets, dict.fromkeys(_CUT, 0))
-        state |= {key: value for key, value in cut.items() if key.removeprefix(prefix) in _CUT}
-        key = f"{prefix}in_proj.weight"
-        state[key] = _split_tensor_factory(state[key], [self.channels] * len(_PARTS), list(_PARTS), 0)
-        return state
+        fused = {"in_proj.weight": ([self.channels] * len(_PARTS), _PARTS)}
+        return split_sharded_state(
+            self, prefix, sharded_offsets, metadata, cut=("conv1d.weight",), fused=fused
+        )
 
 
 def short_convolution_spec(implementation: Implementation, config: McaModelConfig) -> Spec:

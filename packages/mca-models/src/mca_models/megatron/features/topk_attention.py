@@ -8,18 +8,29 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import pad, rms_norm, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from mca_models.megatron.features.feature import Setup
 from mca_models.megatron.layers.attention import CoreAttention
 from mca_models.megatron.layers.zigzag import rank_token_ranges
+from mca_models.megatron.types import MegatronModule
 
 BLOCK = 128
 """Number of queries whose scores exist at a time."""
 
 QueryFeatures = tuple[Tensor, ...]
 """Features of this rank's tokens from an indexer, each ``[tokens, ...]``."""
+
+
+def normed_input(linear: MegatronModule, args: tuple[Tensor, ...]) -> Tensor:
+    """Return the detached input of ``linear`` behind the norm that Transformer Engine fuses into it, if any."""
+    hidden = args[0].detach()
+    weight = getattr(linear, "layer_norm_weight", None)
+    if weight is None:
+        return hidden
+    weight = weight.detach().float() + linear.zero_centered_gamma
+    return rms_norm(hidden.float(), weight.shape, weight, linear.eps).to(hidden.dtype)
 
 
 class TopKSparseAttention(CoreAttention):

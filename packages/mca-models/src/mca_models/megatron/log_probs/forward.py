@@ -22,6 +22,7 @@ from mca_config.checks import (
     sequence_multiple,
 )
 from mca_config.errors import McaError, raise_problems
+from mca_config.types import JsonObject
 from mca_models.megatron import platform
 from mca_models.megatron.distributed import parallel
 from mca_models.megatron.distributed.collectives import run_on_all_ranks_unwrapped
@@ -35,10 +36,18 @@ from mca_models.megatron.features.router_replay import (
     routed_passes,
     set_routed_experts,
 )
-from mca_models.megatron.forward import gathered, inference, micro_batch_group, require_no_images
+from mca_models.megatron.features.sequence_media import MediaArguments, SequenceMedia, media_joiner
+from mca_models.megatron.forward import (
+    GivenMedia,
+    gathered,
+    inference,
+    located_media,
+    media_checksum,
+    micro_batch_group,
+)
 from mca_models.megatron.layers.attention import set_packed_lengths
 from mca_models.megatron.layers.rope import length_dependent_ropes, set_longest_sequence
-from mca_models.megatron.layers.zigzag import rank_token_ranges
+from mca_models.megatron.layers.zigzag import rank_token_ranges, take_rank_tokens
 from mca_models.megatron.live_model import LiveModel
 from mca_models.megatron.log_probs.chunks import ChunkedOutput, token_values
 from mca_models.megatron.log_probs.vocabulary import TokenValues
@@ -74,6 +83,7 @@ class Batch:
         chunk_size: Number of tokens whose logits exist at a time.
         routed_experts: ``[batch, seq, layers, topk]``, -1 for tokens whose experts the routers choose; None: for all.
         return_routed_experts: Also return the experts.
+        media: Media of each sequence; None: of no sequence.
     """
 
     input_ids: Tensor
@@ -84,6 +94,7 @@ class Batch:
     chunk_size: int
     routed_experts: Tensor | None = None
     return_routed_experts: bool = False
+    media: GivenMedia | None = None
 
     def __post_init__(self) -> None:
         ids = tuple(self.input_ids.shape)
@@ -113,19 +124,26 @@ class Batch:
             )
 
     def positions(self) -> list[Tensor]:
-        """Return for each sequence the flat positions of its tokens in ``input_ids``."""
+        """Return for each sequence that is not empty the flat positions of its tokens in ``input_ids``."""
+        return [positions for positions in self._all_positions() if len(positions)]
+
+    def located_media(self, models: LiveModel) -> list[SequenceMedia | None]:
+        """Return the media of each sequence that is not empty."""
+        flat = self.input_ids.flatten()
+        positions = self._all_positions()
+        found = located_media(models, [flat[each.to(flat.device)] for each in positions], self.media)
+        return [media for media, each in zip(found, positions, strict=True) if len(each)]
+
+    def _all_positions(self) -> list[Tensor]:
         width = self.input_ids.shape[1]
         if self.cu_seqlens is not None:
             ends = self.cu_seqlens.tolist()
-            sequences = [torch.arange(a, b) for a, b in pairwise(ends)]
-        elif self.mask is None:
-            sequences = [torch.arange(row * width, (row + 1) * width) for row in range(len(self.input_ids))]
-        else:
-            sequences = [
-                row * width + present.nonzero().flatten()
-                for row, present in enumerate(self.mask.cpu().bool())
-            ]
-        return [positions for positions in sequences if len(positions)]
+            return [torch.arange(a, b) for a, b in pairwise(ends)]
+        if self.mask is None:
+            return [torch.arange(row * width, (row + 1) * width) for row in range(len(self.input_ids))]
+        return [
+            row * width + present.nonzero().flatten() for row, present in enumerate(self.mask.cpu().bool())
+        ]
 
 
 @torch.no_grad()
@@ -141,8 +159,8 @@ def model_log_probs(
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    batch = _checked_batch(models, make_batch)
-    rows = _Rows(models, batch)
+    batch, media = _checked_batch(models, make_batch)
+    rows = _Rows(models, batch, media)
     with (
         inference(models),
         _computing(models, batch.chunk_size, values),
@@ -150,7 +168,7 @@ def model_log_probs(
     ):
         outputs: list[Tensor] = get_forward_backward_func()(
             forward_step_func=_forward_step,
-            data_iterator=[rows.micro_batches(length_dependent_ropes(chunk)) for chunk in models.chunks],
+            data_iterator=[rows.micro_batches(chunk) for chunk in models.chunks],
             model=list(models.chunks),
             num_microbatches=rows.count,
             seq_length=rows.length,
@@ -175,13 +193,15 @@ def model_log_probs(
     return found if routed is None else RoutedLogProbs(*found, routed)
 
 
-def _checked_batch(models: LiveModel, make_batch: Callable[[], Batch]) -> Batch:
-    """Return this replica's batch, or raise on all ranks if one cannot be computed; collective."""
-    batches: list[Batch] = []
+def _checked_batch(
+    models: LiveModel, make_batch: Callable[[], Batch]
+) -> tuple[Batch, list[SequenceMedia | None]]:
+    """Return this replica's batch and media, or raise on all ranks if one cannot be computed; collective."""
+    batches: list[tuple[Batch, list[SequenceMedia | None]]] = []
 
     def check() -> tuple[int, int]:
         batch = make_batch()
-        require_no_images(models.config, batch.input_ids)
+        media = batch.located_media(models)
         if batch.packed:
             _require_packs(models)
         if models.config.embedding.learned_positions:
@@ -192,8 +212,8 @@ def _checked_batch(models: LiveModel, make_batch: Callable[[], Batch]) -> Batch:
         if batch.routed_experts is not None:
             checked = checked_experts(models.config, batch.routed_experts, "routed_experts")
             batch = replace(batch, routed_experts=checked)
-        batches.append(batch)
-        return models.rank_context.coordinates.dp, _checksum(batch.routed_experts)
+        batches.append((batch, media))
+        return models.rank_context.coordinates.dp, media_checksum(media, _checksum(batch.routed_experts))
 
     _require_same_experts(run_on_all_ranks_unwrapped(check))
     return batches[0]
@@ -217,8 +237,8 @@ def _require_same_experts(everyone: Sequence[tuple[int, int]]) -> None:
         other, expected = first.setdefault(replica, (rank, checksum))
         if checksum != expected:
             raise McaError(
-                f"log_probs: ranks {other} and {rank}, of one replica, have different routed_experts; broadcast them "
-                "with the tokens"
+                f"log_probs: ranks {other} and {rank}, of one replica, have different routed_experts or media; "
+                "broadcast them with the tokens"
             )
 
 
@@ -241,8 +261,9 @@ class _Rows:
         length: Tokens of a row, over all context ranks.
     """
 
-    def __init__(self, models: LiveModel, batch: Batch) -> None:
+    def __init__(self, models: LiveModel, batch: Batch, media: Sequence[SequenceMedia | None]) -> None:
         self._models, self._batch, layout = models, batch, models.rank_context.layout
+        self._media = media
         self._device = platform.current_device()
         self._sequence_positions = batch.positions()
         size = batch.micro_batch_size
@@ -268,10 +289,9 @@ class _Rows:
     def _padded(self, tokens: int) -> int:
         return -(-tokens // self._multiple) * self._multiple
 
-    def micro_batches(
-        self, ropes: Sequence[MegatronModule]
-    ) -> Iterator[dict[str, Tensor | PackedSeqParams | None]]:
-        """Yield this context rank's inputs of a chunk, after setting the longest sequence in its ``ropes``."""
+    def micro_batches(self, chunk: MegatronModule) -> Iterator[JsonObject]:
+        """Yield this context rank's inputs of a chunk, after setting the longest sequence in its ropes."""
+        ropes, decodes = length_dependent_ropes(chunk), bool(chunk.pre_process)
         ids = self._batch.input_ids.flatten().to(self._device)
         group = parallel.context_group()
         for number in range(self.count):
@@ -289,13 +309,30 @@ class _Rows:
             )
             own = self._rank_tokens(lengths, group.rank(), group.size())
             local = tokens[..., own]
+            media = self._joined_media(number, decodes=decodes)
             yield {
+                **media.keywords(next(chunk.parameters()).dtype),
                 "input_ids": local[0].contiguous(),
                 "labels": local[1].contiguous(),
-                "position_ids": local[2].contiguous(),
+                "position_ids": local[2].contiguous() if media.sections is None else media.sections,
                 "packed_seq_params": self._packed(lengths) if self._batch.packed else None,
                 "routed_experts": self._given_experts(number, own),
             }
+
+    def _joined_media(self, number: int, *, decodes: bool) -> MediaArguments:
+        """Return the arguments of a chunk for the media of a micro-batch; ``decodes``: with the pixels."""
+        size, group = self._batch.micro_batch_size, parallel.context_group()
+        found = list(self._media[number * size : (number + 1) * size])
+        lengths: Sequence[int] = self._lengths(number)
+        if not self._batch.packed:
+            lengths = [self.length] * self.height
+        joined = media_joiner(self._models.config, decodes=decodes).join(
+            found,
+            lengths,
+            lambda whole, axis: take_rank_tokens(whole, axis, group.rank(), group.size()).contiguous(),
+            packed=self._batch.packed,
+        )
+        return joined.to(self._device)
 
     def _given_experts(self, number: int, own: Tensor) -> Tensor | None:
         """Return the experts ``[height, own tokens, layers, topk]`` of a micro-batch."""
@@ -412,7 +449,7 @@ class _Rows:
 
 
 def _forward_step(
-    iterator: Iterator[dict[str, Tensor | None]], model: torch.nn.Module
+    iterator: Iterator[JsonObject], model: torch.nn.Module
 ) -> tuple[Tensor, Callable[[Tensor, bool], Tensor]]:
     inputs = next(iterator)
     experts = inputs.pop("routed_experts")

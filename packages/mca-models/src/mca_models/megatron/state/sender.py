@@ -121,6 +121,7 @@ def tensor_crc32(tensor: Tensor) -> int:
 _STEP = 1 << 22
 """Elements that are converted to 64-bit integers at a time: four such tensors exist, 128 MiB."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CODES = CODES | {torch.float8_e4m3fn: fp8_write.CODE}
 _FACTORS = ((-0x61C8864680B583EB, -0x3B314601E57A13AD), (-0x4B47D0C5C6F19D2B, -0x7C2D1FE84C9A6B35))
 _SHIFT = 29
 
@@ -178,7 +179,7 @@ class WeightSender:
 
     def _records(self, bucket: WeightBucket) -> Iterator[TensorRecord]:
         for entry in bucket.entries:
-            code = fp8_write.CODE if entry.dtype == torch.float8_e4m3fn else CODES[entry.dtype]
+            code = _CODES[entry.dtype]
             crc32 = tensor_crc32(entry.view(bucket.buffer)) if self._checksums else None
             yield TensorRecord(entry.name, code, entry.shape, entry.start, crc32)
 

@@ -152,7 +152,7 @@ def _saved_tensors(config: McaModelConfig, sizes: LayerSizes) -> list[SavedTenso
     pairs = (
         _DECAY_BLOCK * key if given(config.linear_attention).linear_channel_decay else 0
     )  # per-channel decay
-    net = "mca_models/megatron/features/gated_delta_net.py: forward"
+    net = "mca_models/megatron/features/gated_delta_net.py: _sequence"
     return [
         SavedTensor("convolution: padded, and its output", tokens * (projected + values) * 2 * width, net),
         SavedTensor("queries and keys in fp32", tokens * projected * SINGLE, net),
@@ -176,6 +176,8 @@ def _weights(config: McaModelConfig, sizes: LayerSizes) -> float:
         linear.linear_value_head_dim,
     )
     projected = 2 * linear.linear_num_key_heads * key + 3 * heads * value + 2 * heads
+    if linear.linear_channel_decay and not linear.linear_low_rank_gates:
+        projected += heads * (key - 1)  # the decay of each channel in place of one of a head
     return config.hidden_size * projected / sizes.layout.tp
 
 

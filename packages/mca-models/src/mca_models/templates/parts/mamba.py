@@ -169,7 +169,7 @@ def saved_tensors(config: McaModelConfig, sizes: LayerSizes) -> list[SavedTensor
     inside = heads * given(config.mamba).mamba_head_dim
     groups = given(config.mamba).mamba_num_groups / tp
     states, local_states = max(groups, 1) * state, groups * state
-    net = "mca_models/megatron/features/mamba.py: forward"
+    net = "mca_models/megatron/features/mamba.py: _sequence"
     space = "mca_models/megatron/features/mamba.py: state_space"
     projected = tokens * (inside + 4 * local_states + heads) * SINGLE if width == SINGLE else 0.0
     singles = 3 if given(config.mamba).mamba_norm == "none" else 5

@@ -24,6 +24,7 @@ from mca_models.templates.parts.names import HF_ATTN, MoeNames
 from mca_models.weights import COLUMN, ROW, Concat, GroupedHeads, Interleaved, Param, expand_rules
 
 _SOURCE = "megatron/core/transformer/multi_latent_attention.py: get_query_key_value_tensors"
+_GATE = "mca_models/megatron/features/mla.py: _apply_gate"
 _SDPA = "mca_models/megatron/layers/sdpa.py: scaled_dot_product_attention"
 LATENT_FIELDS = (
     Field("q_lora_rank", "q_lora_rank", None),
@@ -82,12 +83,16 @@ def latent_attention(config: McaModelConfig) -> list[Param]:
         query = [
             inner("self_attention.linear_q_proj.weight", "self_attn.q_proj.weight", shard=COLUMN, **queries)
         ]
+    gate = [inner("self_attention.linear_head_gate.weight", "self_attn.g_proj.weight", shard=COLUMN)]
+    if not given(config.mla).latent_head_gate:
+        gate = []
     return [
         inner("input_layernorm.weight", "input_layernorm.weight"),
         *query,
         inner("self_attention.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight", **key),
         inner("self_attention.linear_kv_up_proj.layer_norm_weight", "self_attn.kv_a_layernorm.weight"),
         inner("self_attention.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight", shard=COLUMN),
+        *gate,
         Param(mca=f"{ATTN}linear_proj.weight", hf=(f"{HF_ATTN}o_proj.weight",), shard=ROW),
     ]
 
@@ -126,7 +131,7 @@ def latent_sizes(config: McaModelConfig) -> LatentSizes | None:
         query=query,
         value=mla.v_head_dim,
         down=config.hidden_size * ((mla.q_lora_rank or 0) + mla.kv_lora_rank + mla.qk_pos_emb_head_dim),
-        per_head=up + mla.v_head_dim * config.hidden_size,
+        per_head=up + (mla.v_head_dim + mla.latent_head_gate) * config.hidden_size,
     )
 
 
@@ -141,5 +146,10 @@ def saved_core(config: McaModelConfig, sizes: LayerSizes) -> list[SavedTensor]:
         SavedTensor("values, padded to the keys", tokens * key * width, _SDPA, "core_attn"),
         SavedTensor("attention's output, padded", tokens * key * width, _SDPA, "core_attn"),
         SavedTensor("attention's output", tokens * value * width, _SDPA),
+        *(
+            [SavedTensor("gated output, and gates", tokens * (value + 2 * heads) * width, _GATE)]
+            if given(config.mla).latent_head_gate
+            else []
+        ),
         SavedTensor("log-sum-exp of attention", tokens * heads * SINGLE, _SDPA, "core_attn"),
     ]

@@ -10,6 +10,7 @@ from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Values
 from mca_models.media import positions
+from mca_models.megatron.features.processor_media import sequence_media
 from mca_train.clients.sample_media import MEDIA_INPUTS, BatchMedia
 from mca_train.data.sample_images import SampleImages
 
@@ -29,26 +30,35 @@ def sample_images(
         config: Configuration of the model.
 
     Raises:
-        McaError: The model has no images, or other inputs or positions than verl's.
+        McaError: The model takes no media, or other inputs or positions than verl's.
     """
     if KEY not in data.keys():
         return [None] * len(tokens)
     by_sample = [each.data if isinstance(each, NonTensorData) else each for each in data[KEY]]
     if not any(by_sample):
         return [None] * len(tokens)
-    if config.mrope is None or "spatial_merge_size" not in config.hf_config.get("vision_config", {}):
-        raise McaError(
-            f"verl's batch has images or videos, which mca takes from verl for Qwen's vision-language models only, not "
-            f"for {config.model_type}; train on text only"
-        )
     rows = [each.cpu() for each in data["position_ids"].unbind()]
+    is_grid = config.mrope is not None and "spatial_merge_size" in config.hf_config.get("vision_config", {})
+    find = _grid_images if is_grid else _images
     return [
-        _images(inputs or {}, ids, place, config)
+        find(inputs or {}, ids, place, config)
         for inputs, ids, place in zip(by_sample, tokens, rows, strict=True)
     ]
 
 
 def _images(inputs: Values, ids: Tensor, theirs: Tensor, config: McaModelConfig) -> SampleImages | None:
+    """Return the media of a sequence of a model whose tokens have one position each."""
+    try:
+        found = sequence_media(ids, inputs, config)
+    except McaError as error:
+        raise McaError(f"verl's batch: {error}") from error
+    if not torch.equal(theirs.cpu(), torch.arange(len(ids)).expand_as(theirs)):
+        raise _other_positions()
+    return None if found is None else SampleImages(found.places, found.tensors)
+
+
+def _grid_images(inputs: Values, ids: Tensor, theirs: Tensor, config: McaModelConfig) -> SampleImages | None:
+    """Return the media of a sequence of a model with M-RoPE, whose positions give the times of frames."""
     known = {name for names in MEDIA_INPUTS.values() for name in names}
     if unknown := sorted(inputs.keys() - known - set(_DERIVED)):
         raise McaError(
@@ -60,7 +70,11 @@ def _images(inputs: Values, ids: Tensor, theirs: Tensor, config: McaModelConfig)
     media.require_taken()
     ours = torch.from_numpy(positions(len(ids), found.places if found else ()))
     if not torch.equal(sections, ours.to(sections.dtype)):
-        raise McaError(
-            "verl's batch has position_ids that mca does not have for this model and its images; train on text only"
-        )
+        raise _other_positions()
     return found
+
+
+def _other_positions() -> McaError:
+    return McaError(
+        "verl's batch has position_ids that mca does not have for this model and its images; train on text only"
+    )

@@ -1,4 +1,4 @@
-"""The fields of Hugging Face's ``TrainingArguments``, read from its source without an import of transformers."""
+"""Training arguments before torch and transformers are imported, with the fields that transformers' source declares."""
 
 import ast
 import dataclasses
@@ -8,6 +8,10 @@ from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+
+from mca_config.fields import alternatives, is_enum
+from mca_config.training_checks import CheckedArguments
+from mca_config.types import HfArguments
 
 _CLASS, _WORDS = "TrainingArguments", "ExplicitEnum"
 _FILES = ("debug_utils.py", "trainer_utils.py", "training_args.py")
@@ -57,3 +61,36 @@ def _fields_and_constants(node: ast.stmt) -> Iterator[ast.stmt]:
     elif isinstance(node, ast.Assign | ast.If):
         inner = (each for each in ast.walk(node) if isinstance(each, ast.Assign))
         yield from (each for each in inner if isinstance(each.value, ast.Constant))
+
+
+@cache
+def early_arguments() -> type:
+    """Return a class with the fields of `mca_config.TrainingArguments` and its checks that need no import of torch.
+
+    Missing are checks of installed packages (``report_to``), of schedules, and Hugging Face's own.
+    """
+    read = hf_fields()
+    if issubclass(read, CheckedArguments):
+        return read  # the source of this transformers has another form; the class itself is imported
+    enumerations = {
+        name: kind
+        for name, hint in typing.get_type_hints(read).items()
+        for kind in alternatives(hint)
+        if is_enum(kind)
+    }
+
+    @dataclasses.dataclass(kw_only=True)
+    class EarlyArguments(CheckedArguments, read):  # type: ignore[misc, valid-type]
+        """Arguments with the values that Hugging Face's set-up would give them, as far as rules read these."""
+
+        def __post_init__(self) -> None:
+            self.derive_settings()
+            super().__post_init__()
+            for name, kind in enumerations.items():
+                if isinstance(value := getattr(self, name), str):
+                    setattr(self, name, kind(value))
+            args: HfArguments = self
+            args.output_dir = str(Path(args.output_dir or "").expanduser())
+            args.do_eval = args.do_eval or args.eval_strategy != "no"
+
+    return EarlyArguments

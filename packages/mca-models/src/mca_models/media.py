@@ -184,3 +184,18 @@ def placeholders(vision: Values | None) -> dict[str, int]:
             if known.get(key) is not None:
                 found.setdefault(medium, int(known[key]))
     return found
+
+
+def tile_order(rows: int, columns: int) -> list[int | None]:
+    """Return the marks of an image of ``rows`` times ``columns`` tiles, and None for each tile.
+
+    The whole image comes first, and alone if it is not cut. Mark 0 is before it, 1 behind it, 2 between columns, 3
+    between rows, and 4 at the end.
+    """
+    order: list[int | None] = [0, None, 1]
+    if rows * columns > 1:
+        tiles = [(row, column) for row in range(rows) for column in range(columns)]
+        order += [None]
+        for _, column in tiles[1:]:
+            order += [2 if column else 3, None]
+    return [*order, 4]
