@@ -30,8 +30,11 @@ KNOWN: dict[str, frozenset[str]] = {
     "images ": frozenset(
         f"{kind} in media_features.py:_run_vision" for kind in ("value", "size", "mask", "copy to the GPU")
     ),
-    # and keep windows in the host's memory, by which gradients are put back
-    "images qwen2_5_vl": frozenset({"mask in elsewhere"}),
+    # and keep windows or masks in the host's memory, by which gradients are put back
+    **dict.fromkeys(
+        ("images qwen2_5_vl", "images qwen2_5_omni", "images exaone4_5", "images gemma4"),
+        frozenset({"mask in elsewhere"}),
+    ),
     # how many tokens go to experts that have weights is known when they are routed
     "longcat_flash": frozenset({"value in identity_experts.py:counted"}),
 }
@@ -50,6 +53,8 @@ def description(case: str) -> dict[str, Any]:
         return described(case)
     config = transformers.AutoConfig.for_model(**tiny_vision.described(case.removeprefix("images ")))
     found: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    if "num_nextn_predict_layers" in (text := found.get("text_config", {})):
+        text["num_nextn_predict_layers"] = 0  # they are not trained with images
     found["architectures"] = [transformers.AutoModelForMultimodalLM._model_mapping[type(config)].__name__]
     return found
 
@@ -64,6 +69,8 @@ def case_of(name: str, folder: Path) -> dict[str, Any]:
     pictured = case.startswith("images ")
     counted = pictured and VisionTower.from_config(config_from_hf(values)) is not None
     changes = RUN | KINDS[kind] | ({"freeze": []} if pictured else {})
+    if pictured and "gemma4" in case:
+        changes["seq_length"] = 1024  # whose images are enlarged
     return {
         "model": model.name,
         "run": ("sft", changes),
