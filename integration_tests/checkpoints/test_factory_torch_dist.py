@@ -40,6 +40,7 @@ CASES = (
     Case("bailing_hybrid", "tp2", ("pp2",)),
     Case("nemotron_h-dense", "tp2", ("pp2",)),
     Case("lfm2", "tp2", ("pp2",)),
+    Case("jamba", "tp2", ("pp2",)),
     Case("minimax", "tp2", ("pp2",)),
     Case("gpt_oss", "ep2", ("tp2ep2etp1",)),
     Case("mixtral", "tp2etp2", ("ep2etp1",)),

@@ -188,7 +188,7 @@ PREDICTION = {f"{case}-prediction": case for case in ("deepseek_v3", "glm4_moe",
 EVERY_MODEL = (*tiny_hf.ALL, *tiny_vision.CASES, *HEADS, *PREDICTION)
 SPECIAL_MODELS = (
     *("apertus", "bailing_hybrid", "deepseek_v32", "falcon_h1", "gemma4_text-e2b", "gpt_oss", "kimi_linear"),
-    *("longcat_flash", "mimo_v2_flash", "minimax_m3_vl_text", "nemotron_h", "olmo2", "qwen3_next"),
+    *("jamba", "longcat_flash", "mimo_v2_flash", "minimax_m3_vl_text", "nemotron_h", "olmo2", "qwen3_next"),
     *("qwen3_vl", "llama-score", "deepseek_v3-prediction"),
 )
 

@@ -70,3 +70,26 @@ def test_the_pictures_of_the_documents_are_those_of_the_tool():
     for name, draw in tool.PICTURES.items():
         assert (tool.FOLDER / f"{name}.svg").read_text() == draw().svg(), "uv run tools/concept_pictures.py"
         assert f"pictures/{name}.svg" in pages, name
+
+
+LOOKED_UP = {"keys.md", "families.md", "limits.md"}
+"""Pages of long tables, in which a reader looks one line up."""
+LONGEST = 700
+"""Words of a page; pages that tell how to do something are written to have about 600."""
+
+
+def hand_written_words(text: str) -> int:
+    """Count the words of a page outside of code and generated tables."""
+    text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"<!-- (?!end)(.*?) -->.*?<!-- end \1 -->", "", text, flags=re.DOTALL)
+    return sum(bool(re.search(r"\w", word)) for word in text.replace("|", " ").split())
+
+
+def test_a_page_can_be_read_in_one_go():
+    counts = {page.name: hand_written_words(page.read_text()) for page in ROOT.glob("docs/*.md")}
+    assert {name for name, count in counts.items() if count > LONGEST} == LOOKED_UP
+
+
+def test_words_of_code_and_of_generated_tables_are_not_counted():
+    page = "# Two words\n```yaml\na: b\n```\n<!-- t -->\n| x | y |\n<!-- end t -->\n| a `b` | - |\n"
+    assert hand_written_words(page) == 4

@@ -63,7 +63,8 @@ ERRORS = {
     ("+engine.router_replay.record_file=a",): "engine.router_replay.record_file is not supported by mca",
     (
         "engine.router_replay.mode=R2",
-    ): "engine.router_replay.mode is 'R2', which mca does not support; set it to R3",
+        "engine.forward_only=true",
+    ): "engine.router_replay.mode is 'R2' for a model that is not trained",
     ("engine.full_determinism=true",): "engine.full_determinism is not supported by mca",
     ("engine.dtype=int8",): "engine.dtype is 'int8'; expected one of float32, bfloat16, float16",
     ("+engine.arguments.recompute_granularty=full",): "unknown argument recompute_granularty; did you mean",
@@ -79,8 +80,19 @@ ERRORS = {
     ("model.lora.rank=8",): "model.lora.rank is an option of verl's Megatron engine",
     ("model.use_fused_kernels=true",): "model.use_fused_kernels is True",
     ("model.use_liger=true",): "model.use_liger is True",
+    ("+checkpoint.async_save=true",): "checkpoint.async_save is not supported by the engine mca",
+    ("checkpoint.save_contents=[optimizer]",): "checkpoint.save_contents is ['optimizer']; expected 'model'",
+    ("checkpoint.load_contents=[model,rng]",): "checkpoint.load_contents is ['model', 'rng']; expected",
     ("+model.override_config.rope_theta=5",): "model.override_config.rope_theta is not supported",
 }
+
+ROLE_ERRORS = {
+    ("actor_rollout_ref.actor.freeze_vision_tower=true",): "set actor.engine.arguments.freeze to [vision]",
+    ("actor_rollout_ref.actor.use_prefix_grouper=true",): "actor.use_prefix_grouper is True",
+    ("actor_rollout_ref.actor.qat.enable=true",): "actor.qat.enable is True, which the engine mca does not",
+    ("critic.engine.router_replay.mode=R3",): "critic.engine.router_replay.mode is 'R3', but the experts",
+}
+"""Overrides of verl's PPO trainer and the error of the actor or the critic."""
 
 BATCH_ERRORS = (
     "verl's batch has several temperatures",
@@ -90,6 +102,7 @@ BATCH_ERRORS = (
     "verl's batch: a qwen2_5_vl model takes no media; pass text only",
     "verl's batch has audio_features; expected images and videos as image_grid_thw, pixel_values",
     "verl's batch has position_ids that mca does not have",
+    "the placeholder of images, but no multi_modal_inputs",
     "verl's batch has position_ids that mca does not have",
 )
 
@@ -167,11 +180,21 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def replay_job(folder: Path, layout: str, *, packed: bool) -> dict[str, Any]:
-    ranks, sizes = LAYOUTS[layout]
-    named = {SIZES[size]: number for size, number in sizes.items()}
-    same = {"kind": "replay", "name": f"replay-{layout}", "ranks": ranks, "sizes": named}
-    return same | {"packed": packed, "model": str(folder / "sparse")}
+def replay_jobs(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield jobs of router replay, on packed and padded rows."""
+    for mode, layout, packed, more in (
+        ("R3", "tp2", True, {}),
+        ("R3", "cp2", True, {}),
+        ("R3", "pp2", False, {}),
+        ("R2", "tp2", True, {"sequence_parallel": True}),
+        ("R2", "cp2", True, {}),
+        ("R2", "vpp2", False, {}),
+        ("R2", "ep2", False, {}),
+    ):
+        ranks, sizes = LAYOUTS[layout]
+        named = {SIZES[size]: number for size, number in sizes.items()} | more
+        job = {"kind": "replay", "name": f"{mode}-{layout}", "mode": mode, "ranks": ranks, "sizes": named}
+        yield job | {"packed": packed, "model": str(folder / "sparse")}
 
 
 @pytest.fixture(scope="module")
@@ -186,6 +209,10 @@ def fsdp(request: pytest.FixtureRequest, inputs: Path) -> Path:
         jobs.append(critic_of(sft_job(inputs, "critic-fsdp", 2, *FSDP)))
     if selected(request, test_a_reward_model_as_critic_has_its_values):
         jobs.append(critic_of(sft_job(inputs, "reward-fsdp", 2, *FSDP), model="reward"))
+    if selected(request, test_grpo_on_images_and_videos_has_the_losses_of_the_fsdp_engine):
+        jobs.append(media_of(sft_job(inputs, "media-fsdp", 2, *FSDP)))
+    if selected(request, test_a_step_takes_the_gradients_of_several_calls):
+        jobs.append(tinker_of(sft_job(inputs, "tinker-fsdp", 2, *FSDP)))
     if selected(request, test_grpo_of_experts_has_the_losses_of_the_fsdp_engine):
         jobs.append(grpo_of(sft_job(inputs, "grpo-moe-fsdp", 2, *FSDP, f"model.path={inputs}/moe")))
     if selected(request, test_lora_has_the_losses_of_the_fsdp_engine):
@@ -237,12 +264,15 @@ def rl_jobs(request: pytest.FixtureRequest, inputs: Path) -> Iterator[dict[str, 
     for layout in ids_of(request, test_grpo_of_experts_has_the_losses_of_the_fsdp_engine):
         moe = layout_job(inputs, layout, f"model.path={inputs}/moe", name=f"grpo-moe-{layout}")
         yield grpo_of(moe) | {"delta": True}
+    for layout in ids_of(request, test_grpo_on_images_and_videos_has_the_losses_of_the_fsdp_engine):
+        yield media_of(layout_job(inputs, layout, *MEDIA[layout], name=f"media-{layout}"))
+    for layout in ids_of(request, test_a_step_takes_the_gradients_of_several_calls):
+        yield tinker_of(layout_job(inputs, layout, *TINKER[layout], name=f"tinker-{layout}"))
     for case in ids_of(request, test_offloading_changes_no_bit):
         yield from offload_jobs(inputs, case)
-    if selected(request, test_the_engine_replays_the_experts_of_the_rollout):
+    if selected(request, test_the_engine_replays_given_or_own_experts):
         sparse_checkpoint(inputs / "sparse")
-        layouts = {"tp2": True, "cp2": True, "pp2": False}
-        yield from (replay_job(inputs, name, packed=packed) for name, packed in layouts.items())
+        yield from replay_jobs(inputs)
 
 
 def critic_jobs(request: pytest.FixtureRequest, inputs: Path) -> Iterator[dict[str, Any]]:
@@ -287,6 +317,21 @@ OFFLOADS: dict[str, tuple[str, ...]] = {
 """Options of GRPO runs with offload; main parameters are views of the model's buffers, shards, or full copies."""
 
 
+MEDIA: dict[str, tuple[str, ...]] = {
+    "dp2": ("model.use_remove_padding=false",),
+    "tp2": (),
+    "pp2": (),
+    "cp2": (),
+}
+"""Options of the runs on images and videos."""
+TINKER: dict[str, tuple[str, ...]] = {
+    "dp2": ("engine.param_offload=true", "engine.optimizer_offload=true"),
+    "tp2": ("engine.use_distributed_optimizer=false",),
+    "tp2pp2": (),
+}
+"""Options of the runs with several calls before a step."""
+
+
 def offload_jobs(folder: Path, case: str) -> list[dict[str, Any]]:
     """Return a job without and a job with offload."""
     layout, options = case.split("-")[1], OFFLOADS[case]
@@ -294,6 +339,17 @@ def offload_jobs(folder: Path, case: str) -> list[dict[str, Any]]:
     offload = ("engine.param_offload=true", "engine.optimizer_offload=true")
     moved = grpo_of(layout_job(folder, layout, *options, *offload, name=f"moved-{case}"))
     return [kept, moved | {"delta": True, "offloads": True}]
+
+
+def tinker_of(job: dict[str, Any]) -> dict[str, Any]:
+    """Return ``job`` as steps of verl's Tinker worker."""
+    return job | {"kind": "tinker", "iterations": 3}
+
+
+def media_of(job: dict[str, Any]) -> dict[str, Any]:
+    """Return ``job`` as iterations of GRPO of a Qwen2.5-VL on prompts with images, with a video, and without."""
+    changed = [*job["overrides"], f"model.path={Path(job['log']).parent}/vision"]
+    return grpo_of(job | {"overrides": changed}) | {"media": True}
 
 
 def grpo_of(job: dict[str, Any]) -> dict[str, Any]:
@@ -343,6 +399,7 @@ def option_jobs(folder: Path) -> list[dict[str, Any]]:
     sft = [*sft_overrides(folder, "errors", 1), *MCA[:-1]]
     kinds: dict[str, dict[str, Any]] = {
         "ppo_config": {"overrides": ppo},
+        "role_errors": {"overrides": ppo, "cases": [[], *map(list, ROLE_ERRORS)]},
         "errors": {"overrides": sft, "cases": [[], *map(list, ERRORS)]},
         "batch_errors": {"vision": f"{folder}/vision"},
     }
@@ -458,6 +515,28 @@ def test_grpo_of_experts_has_the_losses_of_the_fsdp_engine(layout, mca, fsdp):
         assert changed > 0 and equal
 
 
+@pytest.mark.cases(0, always=["tp2"])
+@pytest.mark.parametrize("layout", MEDIA)
+def test_grpo_on_images_and_videos_has_the_losses_of_the_fsdp_engine(layout, mca, fsdp):
+    """verl's agent loop makes the inputs of images and videos."""
+    same_iterations(mca, f"media-{layout}", "media-fsdp")
+
+
+@pytest.mark.cases(0, always=["dp2"])
+@pytest.mark.parametrize("layout", TINKER)
+def test_a_step_takes_the_gradients_of_several_calls(layout, mca, fsdp):
+    """verl's Tinker worker calls the engine twice before each step, whose rate it sets."""
+    ours, theirs = iterations(mca, f"tinker-{layout}"), iterations(fsdp, "tinker-fsdp")
+    assert len(ours) == len(theirs) == 3
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5)
+        for call, expected in zip(mine["calls"], other["calls"], strict=True):
+            values = (
+                slice(None) if layout == "dp2" else slice(1)
+            )  # a replica has its sequences' log-probabilities
+            assert call[values] == pytest.approx(expected[values], rel=1e-5)
+
+
 @pytest.mark.cases(0, always=["bf16-dp2"])
 @pytest.mark.parametrize("case", OFFLOADS)
 def test_offloading_changes_no_bit(case, mca):
@@ -472,10 +551,11 @@ def test_the_ppo_trainer_composes_all_roles(mca):
 
 
 def test_what_is_not_supported_is_an_error_that_names_the_option(mca):
-    supported, *found = json.loads((mca / "errors.json").read_text())
-    assert supported == "no error"
-    for error, expected in zip(found, ERRORS.values(), strict=True):
-        assert expected in error
+    for file, errors in (("errors", ERRORS), ("role_errors", ROLE_ERRORS)):
+        supported, *found = json.loads((mca / f"{file}.json").read_text())
+        assert supported == "no error"
+        for error, expected in zip(found, errors.values(), strict=True):
+            assert expected in error
     for error, expected in zip(
         json.loads((mca / "batch_errors.json").read_text()), BATCH_ERRORS, strict=True
     ):
@@ -494,5 +574,5 @@ def test_a_plugin_that_cannot_be_imported_says_so(tmp_path):
     assert "VERL_USE_EXTERNAL_PLUGINS=none" in done.stderr
 
 
-def test_the_engine_replays_the_experts_of_the_rollout(mca):
+def test_the_engine_replays_given_or_own_experts(mca):
     """The jobs compare with `VirtualModels.log_probs`, which is compared with a forced transformers model."""

@@ -155,7 +155,7 @@ def compute_with(fault: str, work: list[tuple[str, Path, Tensor]]) -> list[str |
     return compute(work, "tp1")
 
 
-@pytest.mark.cases(0, always=["causal attention inside images"])
+@pytest.mark.cases(0)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_caught(fault: str, tmp_path: Path) -> None:
     work = [reference(FAULTS[fault][1], tmp_path)]
@@ -201,7 +201,8 @@ def test_media_of_other_placeholders_are_one_error_on_all_ranks(tmp_path: Path) 
     assert found[2] == "media has 1 items; expected 4, one for each sequence or None"
     assert found[4] == missing.replace("sequence 0", "sequence 2").replace("8 of", "12 of")
     assert found[6] == (
-        "media, sequence 2: input_ids have 12 placeholders of videos, but the processor's outputs are for 8"
+        "media, sequence 2: input_ids have 12 placeholders of videos, but the processor's outputs are for 8; pass the "
+        "input_ids that the processor returned with them"
     )
     assert found[8].startswith("media, sequence 0: audio_values: no output of the processor of qwen2_5_vl")
     assert found[10] == (

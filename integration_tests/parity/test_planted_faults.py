@@ -84,6 +84,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return make_reference("llama-square", tmp_path_factory.mktemp("faults"))
 
 
+@pytest.mark.cases(0)
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_a_wrong_template_is_seen(fault: Fault, reference: Reference) -> None:
     assert min(run_ranks(2, difference, reference, fault)) > 1e-2

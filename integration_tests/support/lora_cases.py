@@ -159,6 +159,14 @@ ALIKE: dict[str, tuple[str, dict[str, Any]]] = {
             "target_parameters": STACKED,
         },
     ),
+    "jamba": (
+        "jamba",
+        {
+            "target_modules": ["in_proj", "x_proj", "out_proj", "q_proj", "o_proj"],
+            "target_parameters": ["feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"],
+        },
+    ),
+    "jamba-dense": ("jamba-dense", {"target_modules": ["in_proj", "x_proj", "out_proj", *LINEAR]}),
     "lfm2": ("lfm2", {"target_modules": ["in_proj", "out_proj", "q_proj", "w1", "w2"]}),
     "lfm3": ("lfm3", {"target_modules": ["in_proj", "out_proj", "q_proj", "g_proj", "o_proj", "w1", "w2"]}),
     "lfm3-plain": ("lfm3-plain", {"target_modules": ["in_proj", "out_proj", "q_proj", "o_proj", "w1", "w2"]}),

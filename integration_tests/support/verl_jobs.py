@@ -13,7 +13,6 @@ import sys
 import tempfile
 import time
 import traceback
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,87 +52,11 @@ def _sft_config(job: dict[str, Any]) -> Any:
         return compose("sft_trainer_engine", overrides=job["overrides"])
 
 
-def _engine_config(*overrides: str, **values: Any) -> Any:
-    """Return the configuration of the engine mca as verl makes it from mca's file."""
-    from hydra import compose, initialize_config_module
-    from verl.utils.config import omega_conf_to_dataclass
-
-    with initialize_config_module("mca_train.clients.verl.config", version_base=None):
-        composed = compose("engine/mca", overrides=list(overrides))
-    return replace(omega_conf_to_dataclass(composed.engine), **values)
-
-
-def _replaying_engine(job: dict[str, Any]) -> Any:
-    """Return an engine for log-probabilities with the experts of the rollout."""
-    from types import SimpleNamespace
-
-    from mca_train.clients.verl.engine import McaEngine
-
-    off: dict[str, Any] = dict.fromkeys(("lora_rank", "lora_adapter_path", "use_fused_kernels", "use_liger"))
-    off |= dict.fromkeys(
-        ("enable_gradient_checkpointing", "enable_activation_offload", "tokenizer", "target_parameters")
-    )
-    off |= {
-        "path": job["model"],
-        "hf_config_path": None,
-        "hf_config": SimpleNamespace(),
-        "lora": {},
-        "mtp": SimpleNamespace(enable=False),
-        "tiled_mlp": {},
-        "override_config": {},
-    }
-    own: dict[str, Any] = {"forward_only": True, "dtype": "float32", "use_remove_padding": job["packed"]}
-    config = _engine_config("engine.router_replay.mode=R3", **own, **job["sizes"])
-    engine = McaEngine(SimpleNamespace(local_path=job["model"], **off), config, None, None)
-    engine.initialize()
-    return engine
-
-
 def replay(job: dict[str, Any]) -> None:
-    """Compare the engine's log-probabilities with those of mca's model that is given the experts of the rollout."""
-    from tensordict import TensorDict
-    from verl.utils import tensordict_utils
+    """Compare the engine with router replay with mca's model that is given the same experts."""
+    import verl_replay
 
-    from mca_config.errors import McaError
-
-    engine = _replaying_engine(job)
-    lengths = (24, 9, 17, 12)
-    generator = torch.Generator().manual_seed(0)
-    rows = [torch.randint(0, 64, (length,), generator=generator) for length in lengths]
-    draws = [torch.rand(length, 4, 4, generator=generator).argsort(-1)[..., :2] for length in lengths]
-    experts = [each.to(torch.int16) for each in draws]  # 4 layers, 2 of 4 experts
-    for each in experts:
-        each[-1] = 0
-    experts[1][5:] = 0  # no choice
-    jagged = {"layout": torch.jagged}
-    data = TensorDict(
-        {
-            "input_ids": torch.nested.as_nested_tensor(rows, **jagged),
-            "loss_mask": torch.nested.as_nested_tensor([torch.ones(length) for length in lengths], **jagged),
-            "routed_experts": torch.nested.as_nested_tensor(experts, **jagged),
-        },
-        batch_size=len(lengths),
-    )
-    tensordict_utils.assign_non_tensor(
-        data, use_dynamic_bsz=False, micro_batch_size_per_gpu=2, temperature=1.0
-    )
-    found = engine.forward_backward_batch(data, None, forward_only=True)
-    for row, (ids, each) in enumerate(zip(rows, experts, strict=True)):
-        given = each.clone()
-        given[-1] = -1
-        given[5 if row == 1 else len(ids) :] = -1
-        expected = engine.models.log_probs(ids[None], routed_experts=given[None]).log_probs[0, 1:]
-        if found:
-            ours = found["model_output"]["log_probs"].unbind()[row][:-1]
-            assert torch.allclose(ours, expected, atol=1e-5, rtol=0), (ours - expected).abs().max()
-        live = engine.models.log_probs(ids[None]).log_probs[0, 1:]
-        assert (live - expected).abs().max() > 1e-3, "other experts give other values"
-    try:
-        engine.forward_backward_batch(data.exclude("routed_experts"), None, forward_only=True)
-    except McaError as error:
-        assert "rollout.enable_rollout_routing_replay" in str(error), error
-    else:
-        raise AssertionError("a batch without experts was accepted")
+    verl_replay.replay(job)
 
 
 def grpo(job: dict[str, Any]) -> None:
@@ -148,6 +71,13 @@ def critic(job: dict[str, Any]) -> None:
     import verl_critic
 
     verl_critic.critic(job, _sft_config(job))
+
+
+def tinker(job: dict[str, Any]) -> None:
+    """Run steps of verl's Tinker worker."""
+    import verl_tinker
+
+    verl_tinker.tinker(job, _sft_config(job))
 
 
 def ppo_config(job: dict[str, Any]) -> None:
@@ -170,20 +100,41 @@ def ppo_config(job: dict[str, Any]) -> None:
     Path(job["log"]).write_text(json.dumps(found))
 
 
+def role_errors(job: dict[str, Any]) -> None:
+    """Write the error of each of ``job["cases"]``, lists of overrides of verl's PPO trainer."""
+    from hydra import compose, initialize_config_module
+    from verl.utils.config import omega_conf_to_dataclass
+
+    found = []
+    for case in job["cases"]:
+        try:
+            with initialize_config_module("verl.trainer.config", version_base=None):
+                config = compose("ppo_trainer", overrides=[*job["overrides"], *case])
+            for node in (config.actor_rollout_ref.actor, config.critic):
+                omega_conf_to_dataclass(node)
+            found.append("no error")
+        except Exception as error:
+            found.append(str(error))
+    Path(job["log"]).write_text(json.dumps(found))
+
+
 def errors(job: dict[str, Any]) -> None:
     """Write the error of each of ``job["cases"]``, lists of overrides that the engine does not support."""
     from hydra import compose, initialize_config_module
     from verl.utils.config import omega_conf_to_dataclass
 
     from mca_train.clients.verl.arguments import training_arguments
+    from mca_train.clients.verl.checkpoints import require_supported_checkpoints
 
     found = []
     for case in job["cases"]:
         try:
             with initialize_config_module("verl.trainer.config", version_base=None):
                 config = compose("sft_trainer_engine", overrides=[*job["overrides"], *case])
-            parts = [omega_conf_to_dataclass(config[name]) for name in ("model", "engine", "optim")]
+            names = ("model", "engine", "optim", "checkpoint")
+            *parts, checkpoint = (omega_conf_to_dataclass(config[name]) for name in names)
             training_arguments(*parts)
+            require_supported_checkpoints(checkpoint)
             found.append("no error")
         except Exception as error:
             found.append(str(error))
@@ -201,8 +152,10 @@ KINDS = {
     "sft": sft,
     "grpo": grpo,
     "critic": critic,
+    "tinker": tinker,
     "replay": replay,
     "ppo_config": ppo_config,
+    "role_errors": role_errors,
     "errors": errors,
     "batch_errors": batch_errors,
 }

@@ -23,14 +23,17 @@ from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import left_right_2_no_padding, no_padding_2_padding
 
 from mca_config.errors import McaError
+from verl_media import MediaRollout
 
 PROMPTS, ANSWERS, LENGTH = 4, 2, 12
 """Prompts of an iteration, answers to each, and tokens of an answer."""
 
 
-def new_worker(config: DictConfig, model_type: str = "language_model") -> TrainingWorker:
+def new_worker(
+    config: DictConfig, model_type: str = "language_model", kind: type[TrainingWorker] = TrainingWorker
+) -> Any:
     """Return an initialized worker of the engine in ``config``, without a loss."""
-    worker = TrainingWorker(
+    worker = kind(
         TrainingWorkerConfig(
             model_type=model_type,
             model_config=omega_conf_to_dataclass(config.model),
@@ -148,7 +151,7 @@ def iterate(worker: TrainingWorker, batch: TensorDict, *, lora: bool) -> dict[st
     rewards[:, 0] = (batch["responses"] % 7 == 0).float().sum(1)  # tokens that are multiples of 7
     index = np.repeat(np.arange(PROMPTS), ANSWERS)
     batch["advantages"], _ = compute_grpo_outcome_advantage(rewards, batch["response_mask"], index)
-    batch = batch.chunk(size)[rank].contiguous()
+    batch = tensordict_utils.contiguous(tensordict_utils.chunk_tensordict(batch, size)[rank])  # as verl does
     policy = infer(worker, batch)
     batch["old_log_probs"] = policy[rank][0]
     batch["ref_log_prob"] = batch["old_log_probs"] - 0.01 * batch["response_mask"]
@@ -235,15 +238,19 @@ def grpo(job: dict[str, Any], config: DictConfig) -> None:
     """Run iterations of GRPO and write a line of JSON for each to ``job["log"]``."""
     initialize_global_process_group()
     worker = new_actor(config)
-    model = AutoModelForCausalLM.from_pretrained(config.model.path).eval()
+    media = MediaRollout(config.model.path, ANSWERS, LENGTH) if job.get("media") else None
+    model = AutoModelForCausalLM.from_pretrained(config.model.path).eval() if media is None else None
     receiver = DeltaReceiver(worker) if job.get("delta") else None
     lines = []
     for iteration in range(job["iterations"]):
-        if not config.model.lora_rank:  # FSDP merges into bf16, from which other tokens would be drawn
+        if (
+            model is not None and not config.model.lora_rank
+        ):  # FSDP merges into bf16, from which other tokens would be drawn
             weights, _ = worker.engine.get_per_tensor_param()
             sent = {name: tensor.float() for name, tensor in weights}
             model = type(model).from_pretrained(None, config=model.config, state_dict=sent).eval()
-        line = iterate(worker, rollout(model, iteration), lora=config.model.lora_rank > 0)
+        batch = rollout(model, iteration) if media is None else media.batch(iteration)
+        line = iterate(worker, batch, lora=config.model.lora_rank > 0)
         if job.get("offloads"):
             check_offload(worker)
         if receiver is not None:
@@ -289,6 +296,7 @@ def batch_errors(vision: Path) -> list[str]:
         (images_of(text), places, {"multi_modal_inputs": [pictures]}),
         (images_of(config), places, {"multi_modal_inputs": [pictures | {"audio_features": torch.ones(1)}]}),
         (images_of(config), wrong, {"multi_modal_inputs": [pictures]}),
+        (images_of(config), places, {"multi_modal_inputs": [{}]}),
         (images_of(plain), wrong, {"multi_modal_inputs": [pictures]}),
     ):
         try:

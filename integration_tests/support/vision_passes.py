@@ -30,6 +30,7 @@ DENSE = (
     "idefics3",
     "smolvlm",
     "lfm2_vl",
+    "lighton_ocr",
     "ovis2",
     "exaone4_5",
     "deepseek_vl",

@@ -212,7 +212,7 @@ def pixels(case: str, row: tuple[ImageSpan, ...], number: int) -> dict[str, torc
             "pixel_attention_mask": (torch.arange(most) < shapes.prod(1)[:, None]).int(),
             "spatial_shapes": shapes,
         }
-    if case.startswith("mistral3"):
+    if case.startswith(("mistral3", "lighton_ocr")):
         sizes = torch.tensor([(each.rows * 8, each.columns * 8) for each in row])
         high, wide = sizes.max(0).values.tolist()
         return {

@@ -31,12 +31,15 @@ CASES: dict[str, dict[str, Any]] = {
     "planted tensor": {"run": ("sft", {"bf16": True}), "planted": "tensor"},
     "planted item": {"run": ("sft", {"bf16": True}), "planted": "item"},
 }
-PLANTED = ("planted tensor", "planted item")
+PLANTED = {
+    "planted tensor": r"two (different )?devices,? cuda:0(,| and) cpu",
+    "planted item": r"'value in cuda_waits.py:faulty': 1\b",
+}
 
 
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    names = [*PLANTED, *needed(request, "name")]
+    names = needed(request, "name")
     folder: Path = tmp_path_factory.mktemp("cuda")
     for name, config in MODELS.items():
         (folder / name).mkdir()
@@ -54,6 +57,7 @@ def test_a_step_waits_for_the_gpu_only_where_it_must(name: str, found: dict[str,
     assert all(waits.get(place, 0) <= times for place, times in ONCE.items())
 
 
-def test_planted_faults_are_found(found: dict[str, Any]) -> None:
-    assert re.search(r"two (different )?devices,? cuda:0(,| and) cpu", found["planted tensor"])
-    assert found["planted item"]["value in cuda_waits.py:faulty"] == 1
+@pytest.mark.cases(0)
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted_faults_are_found(name: str, found: dict[str, Any]) -> None:
+    assert re.search(PLANTED[name], str(found[name]))

@@ -34,6 +34,7 @@ ROOMS: Mapping[str, set[str]] = {
     },
     "lightning_attention": {"features.lightning_attention"},
     "mamba": {"features.mamba"},
+    "selective_scan": {"features.selective_scan"},
     "short_convolution": {"features.short_convolution"},
     "shared_kv": {"features.shared_kv"},
     "per_layer_embedding": {"features.per_layer_embedding"},

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from mca_config import McaError, ParallelLayout, PipelinePlan, pipeline_plan
+from mca_config import McaError, ParallelLayout, PipelinePlan, pipeline, pipeline_plan
 from mca_config.layout import parse_layout
 
 
@@ -187,3 +187,23 @@ def test_layout_strings_unroll(text: str, stages: tuple[str, ...]) -> None:
 def test_what_is_no_layout_string_is_an_error(text: str) -> None:
     with pytest.raises(McaError, match="cannot be read at"):
         parse_layout(text)
+
+
+@pytest.mark.parametrize(
+    ("stages", "size", "problem"),
+    [
+        (("Et", "tL"), 2, None),
+        (("Et", "tmmL"), 2, None),
+        (("Et", "tm", "mL"), 3, "m is in 2 stages"),
+        (("Etm", "tm", "mL"), 3, "m is in 3 stages"),
+        (("Et", "tm", "L"), 3, None),
+        (("EtmL",), 1, None),
+        (("Et", "t", "m", "L"), 2, "m is on the first pipeline rank"),
+        (("Et", "t", "t", "mL"), 2, None),
+        (("Et", "m", "t", "L"), 2, "m must be in the last virtual stage"),
+        (("Em", "L"), 2, None),
+    ],
+)
+def test_stages_that_may_hold_the_mtp_layers(stages: tuple[str, ...], size: int, problem: str | None) -> None:
+    found = pipeline._mtp_problem(stages, size)
+    assert found is None if problem is None else found is not None and found.startswith(problem)

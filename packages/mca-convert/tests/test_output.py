@@ -17,7 +17,7 @@ from mca_config.printable import printable
 from mca_convert import output
 from mca_convert.cli import main
 from mca_convert.commands import _layout
-from mca_convert.flags import byte_count
+from mca_convert.flags import byte_count, program
 from mca_models.storage import atomic
 
 
@@ -276,3 +276,37 @@ def test_sequence_parallelism_that_experts_need_is_no_news_of_a_conversion(
     layout = _layout(Parser("mca-convert"), Namespace(**sizes))
     assert layout is not None
     assert layout.sequence_parallel is sequence
+
+
+_CONVERSION = {
+    "checkpoint_path": None,
+    "output_path": "o",
+    "to": None,
+    "adapter_path": None,
+    "merge": False,
+    "dtype": None,
+    "fp8": False,
+    "max_shard_size": 5_000_000_000,
+    "overwrite": False,
+    "workers": None,
+    "memory_limit": None,
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "defaults"),
+    [
+        ("convert", ["--output_path", "o"], _CONVERSION | {"push_to_hub": None, "quiet": False}),
+        ("plan", ["--output_path", "o"], _CONVERSION | {"json": False, "values": False}),
+        ("plan", [], _CONVERSION | {"output_path": None, "json": False, "values": False}),
+        ("inspect", ["p"], {"path": "p", "json": False, "values": False, "top": 5}),
+        (
+            "verify",
+            ["a", "b"],
+            {"first": "a", "second": "b", "tolerance": None, "json": False, "quiet": False}
+            | {"workers": None, "memory_limit": None},
+        ),
+    ],
+)
+def test_defaults_of_all_flags(command: str, words: list[str], defaults: dict[str, object]) -> None:
+    assert vars(program().parser(command).read(words)) == defaults

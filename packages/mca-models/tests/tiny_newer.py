@@ -202,6 +202,21 @@ LATEST: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"],
         },
     ),
+    "jamba": (
+        "jamba",
+        {
+            **{"mamba_d_state": 5, "mamba_d_conv": 3, "mamba_dt_rank": 6, "num_experts": 4, "head_dim": 8},
+            **{"num_experts_per_tok": 2, "attn_layer_period": 2, "attn_layer_offset": 1},
+            **{"expert_layer_period": 2, "expert_layer_offset": 0},
+        },
+    ),
+    "jamba-dense": (
+        "jamba",
+        {
+            **{"mamba_d_state": 4, "mamba_conv_bias": False, "mamba_expand": 3, "num_experts": 0},
+            **{"head_dim": 8, "attn_layer_period": 3, "attn_layer_offset": 1, "tie_word_embeddings": True},
+        },
+    ),
 }
 
 

@@ -178,6 +178,12 @@ CASES: dict[str, Case] = {
         {**_SIGLIP, "model_type": "pixtral", "head_dim": 8},
         {"image_token_index": 65, "tie_word_embeddings": False},
     ),
+    "lighton_ocr": (
+        "lighton_ocr",
+        {"model_type": "qwen3"},
+        {**_SIGLIP, "model_type": "pixtral", "head_dim": 8},
+        {"image_token_id": 65},
+    ),
     "mistral3-ministral3": (
         "mistral3",
         {"model_type": "ministral3", **tiny_hf.ALIKE["ministral3"][1]},

@@ -93,6 +93,24 @@ def mistral3():
     return kind, expected
 
 
+def lighton_ocr():
+    kind = Kind(
+        "lighton_ocr",
+        ("<|image_pad|>",),
+        PixtralImageProcessorPil(size={"longest_edge": 32}, patch_size=4),
+        lambda ids: {"image_token_id": ids[0], "spatial_merge_size": 2, "vision_config": {"patch_size": 4}},
+        "<|image_pad|>",
+    )
+
+    def expected(text, images):  # its own processor needs torchvision for a function of another
+        made = kind.processor(images=images, return_tensors="pt")
+        for high, wide in made["image_sizes"].tolist():
+            text = text.replace("@", "<|image_pad|>" * (high // 8 * (wide // 8)), 1)
+        return kind.tokenizer(text)["input_ids"], dict(made)
+
+    return kind, expected
+
+
 def gemma3():
     kind = Kind(
         "gemma3",
@@ -383,6 +401,7 @@ KINDS = {
     "gemma4_unified": partial(gemma4, "gemma4_unified"),
     "internvl": internvl,
     "mistral3": mistral3,
+    "lighton_ocr": lighton_ocr,
     "gemma3": gemma3,
     "llava": llava,
     "vipllava": partial(llava, "vipllava"),

@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -56,15 +57,22 @@ from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImag
 SIDE = {"height": 16, "width": 16}
 
 
-def pixtral_processor():
+def with_pixtral_images(module, processor):
     """The class, whose module imports one that needs torchvision for a function that is not called."""
     name = "transformers.models.pixtral.image_processing_pixtral"
     stand_in = ModuleType(name)
     stand_in.get_resize_output_image_size = None
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, name, stand_in)
-        from transformers.models.pixtral.processing_pixtral import PixtralProcessor
-    return PixtralProcessor
+        return getattr(import_module(f"transformers.models.{module}"), processor)
+
+
+def pixtral_processor():
+    return with_pixtral_images("pixtral.processing_pixtral", "PixtralProcessor")
+
+
+def lighton_processor():
+    return with_pixtral_images("lighton_ocr.processing_lighton_ocr", "LightOnOcrProcessor")
 
 
 @dataclass(frozen=True)
@@ -169,6 +177,21 @@ MISTRAL = Case(
         "vision_config": {"patch_size": 4},
     },
     {"patch_size": 4, "spatial_merge_size": 2},
+)
+LIGHTON = replace(
+    MISTRAL,
+    processor=lighton_processor,
+    mark="<|image_pad|>",
+    tokens={
+        "image_token": "<|image_pad|>",
+        "image_break_token": "<|vision_pad|>",
+        "image_end_token": "<|vision_end|>",
+    },
+    vision=lambda ids: {
+        "image_token_id": ids["image_token"],
+        "spatial_merge_size": 2,
+        "vision_config": {"patch_size": 4},
+    },
 )
 GEMMA = Case(
     lambda: Gemma3Processor,
@@ -416,6 +439,7 @@ CASES = {
     "glm46v": glm(Glm46VProcessor),
     "internvl": INTERNVL,
     "mistral3": MISTRAL,
+    "lighton_ocr": LIGHTON,
     "gemma3": GEMMA,
     "gemma4": gemma4(Gemma4Processor, Gemma4ImageProcessorPil),
     "gemma4_unified": gemma4(Gemma4UnifiedProcessor, Gemma4UnifiedImageProcessor),

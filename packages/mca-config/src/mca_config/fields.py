@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any, Literal, TypeVar, Union
 
 from mca_config.errors import McaError, UsageError, list_problems, raise_problems
+from mca_config.printable import suggestion
 from mca_config.redaction import is_secret
 from mca_config.types import JsonObject, Typed, Values
 
@@ -140,7 +141,18 @@ def cast(name: str, value: Typed, hint: TypeHint, *, words: bool) -> Typed:
         raise inner
     bare = "; a flag without a value means true" if words and value is True else ""
     shown = "a secret of another type" if is_secret(name) else f"{value!r:.80}"
-    raise kind(f"{name} must be {describe(hint)}, not {shown}{bare}")
+    raise kind(f"{name} must be {describe(hint)}, not {shown}{bare}{_similar_choice(value, hint)}")
+
+
+def _similar_choice(value: Typed, hint: TypeHint) -> str:
+    """Return the end of an error that suggests the choice of ``hint`` most similar to a misspelled text."""
+    choices: list[str] = []
+    for member in alternatives(hint):
+        if hint_origin(member) is Literal:
+            choices += [choice for choice in typing.get_args(member) if isinstance(choice, str)]
+        elif is_enum(member):
+            choices += [str(choice.value) for choice in member]
+    return suggestion(value, choices, "").removesuffix("; ") if choices and isinstance(value, str) else ""
 
 
 def alternatives(hint: TypeHint) -> tuple[TypeHint, ...]:

@@ -43,6 +43,7 @@ from mca_config.model.section import (
     require_matrix,
     require_numbers,
 )
+from mca_config.model.selective_scan import SelectiveScan
 from mca_config.model.shared_kv import SharedKv
 from mca_config.model.short_convolution import ShortConvolution
 from mca_config.model.vision import Vision
@@ -140,6 +141,7 @@ class McaModelConfig:
     linear_attention: LinearAttention | None = None
     lightning_attention: LightningAttention | None = None
     mamba: Mamba | None = None
+    selective_scan: SelectiveScan | None = None
     short_convolution: ShortConvolution | None = None
     shared_kv: SharedKv | None = None
     per_layer_embedding: PerLayerEmbedding | None = None
@@ -322,6 +324,10 @@ class McaModelConfig:
         """Return whether decoder ``layer`` is a Mamba layer."""
         return self._kind(layer) == "mamba"
 
+    def is_scan_layer(self, layer: int) -> bool:
+        """Return whether decoder ``layer`` is a Mamba 1 layer."""
+        return self._kind(layer) == "selective_scan"
+
     def is_conv_layer(self, layer: int) -> bool:
         """Return whether decoder ``layer`` is a gated short convolution."""
         return self._kind(layer) == "conv"
@@ -332,7 +338,7 @@ class McaModelConfig:
 
     def has_mixer(self, layer: int) -> bool:
         """Return whether decoder ``layer`` has one of mca's modules in place of attention."""
-        return self._kind(layer) in ("linear_attention", "lightning", "mamba", "conv")
+        return self._kind(layer) in ("linear_attention", "lightning", "mamba", "selective_scan", "conv")
 
     def has_attention(self, layer: int) -> bool:
         """Return whether decoder ``layer`` has attention, or a replacement for it (linear attention, Mamba, conv)."""

@@ -80,7 +80,7 @@ class Request:
             OptionsError: There is none.
         """
         if self.checkpoint is None:
-            raise OptionsError("missing --checkpoint_path")
+            raise OptionsError("missing --checkpoint_path; it names the checkpoint to read")
         return self.checkpoint
 
 

@@ -8,6 +8,7 @@ import torch
 
 from mca_models.megatron import platform
 from mca_models.megatron.features.biased_router import BiasedTopK
+from mca_models.megatron.features.mlp import Xielu
 from mca_models.megatron.layers.attention import AttentionOptions, CoreAttention
 from mca_models.megatron.layers.dsa_indexer import DsaIndexer, DsaSizes
 
@@ -102,3 +103,10 @@ def test_queries_grow_with_their_place() -> None:
     )
     steps = torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 2.0])  # of places 3 to 8 in fours
     torch.testing.assert_close(temperature_layers.flatten(), 1 + 0.5 * torch.log1p(steps))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_xielu_has_the_dtype_of_the_model(dtype: torch.dtype) -> None:
+    module = Xielu(SimpleNamespace(params_dtype=dtype))  # type: ignore[arg-type]
+    assert {each.dtype for each in module.state_dict().values()} == {dtype}
+    assert set(module.state_dict()) == {"alpha_p", "alpha_n", "beta", "eps"}

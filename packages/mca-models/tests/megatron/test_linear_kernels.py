@@ -17,6 +17,7 @@ from mca_models.megatron.features import kernels
 from mca_models.megatron.features.delta_rule import delta_rule
 from mca_models.megatron.features.mamba import state_space_layer
 from mca_models.megatron.features.recurrent_layers import CausalConvolution
+from mca_models.megatron.features.selective_scan import selective_scan
 
 QWEN, KIMI = "qwen3_next", "kimi_linear"
 
@@ -88,6 +89,21 @@ def test_a_state_space_in_plain_torch_is_what_a_kernel_is_asked_for() -> None:
     given = [x.requires_grad_() for x in given]
     plain, kernel = (
         state_space_layer(*given, k) for k in (None, of_transformers("bamba", "mamba2_chunk_scan"))
+    )
+    for a, b in zip(with_gradients(plain, given), with_gradients(kernel, given), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_a_selective_scan_in_plain_torch_is_what_a_kernel_is_asked_for() -> None:
+    generator = torch.Generator().manual_seed(1)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    given = [random(2, 150, 6), random(2, 150, 6), random(6), -random(6, 5).exp()]
+    given = [x.requires_grad_() for x in (*given, random(2, 150, 5), random(2, 150, 5), random(6))]
+    plain, kernel = (
+        selective_scan(*given, k) for k in (None, of_transformers("jamba", "mamba_selective_scan"))
     )
     for a, b in zip(with_gradients(plain, given), with_gradients(kernel, given), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)

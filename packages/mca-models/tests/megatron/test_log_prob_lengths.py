@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 import torch
 
+from mca_config.errors import McaError
 from mca_models.megatron.log_probs import forward
 from mca_models.megatron.log_probs.forward import _Rows
+from mca_models.megatron.log_probs.vocabulary import TokenValues
 from mca_models.megatron.state import fingerprint
 from mca_models.megatron.state.fingerprint import _sum
 
@@ -46,7 +48,11 @@ def test_ropes_are_as_long_as_the_longest_sequence(lengths, monkeypatch):
     longest: list[int] = []
     monkeypatch.setattr(forward.parallel, "context_group", lambda: SimpleNamespace(rank=int, size=lambda: 1))
     monkeypatch.setattr(forward, "set_longest_sequence", lambda ropes, length: longest.append(length))
+    monkeypatch.setattr(forward, "length_dependent_ropes", lambda chunk: [])
+    chunk: Any = torch.nn.Linear(1, 1)
+    chunk.pre_process = True
     rows: Any = SimpleNamespace(
+        _joined_media=lambda number, decodes: SimpleNamespace(keywords=lambda dtype: {}, sections=None),
         _batch=SimpleNamespace(input_ids=torch.arange(20), packed=False),
         _device=torch.device("cpu"),
         count=1,
@@ -58,8 +64,20 @@ def test_ropes_are_as_long_as_the_longest_sequence(lengths, monkeypatch):
         _rank_tokens=lambda lengths, rank, size: torch.arange(6),
         _given_experts=lambda number, own: None,
     )
-    (inputs,) = _Rows.micro_batches(rows, [])
+    (inputs,) = _Rows.micro_batches(rows, chunk)
     assert longest == [max(lengths, default=0)]
     for row, length in enumerate(lengths):
         assert inputs["input_ids"][row].tolist() == [*range(length), *[0] * (6 - length)]
         assert inputs["labels"][row].tolist() == [*range(1, length), *[0] * (7 - length)]
+
+
+@pytest.mark.parametrize("temperature", [0, -1.0, float("inf"), float("nan")])
+def test_a_temperature_is_a_positive_number(temperature):
+    assert TokenValues(temperature=1e-6).temperature == 1e-6
+    with pytest.raises(McaError, match=f"^temperature is {temperature}; expected a positive number"):
+        TokenValues(temperature=temperature)
+
+
+@pytest.mark.parametrize(("entropy", "peak"), [(False, 3 * 5 * (2 + 4)), (True, 3 * 5 * (2 + 8))])
+def test_the_memory_of_token_values_is_the_logits_and_their_copies(entropy, peak):
+    assert TokenValues(entropy=entropy).peak_bytes(3, 5, 2) == peak

@@ -128,3 +128,12 @@ def test_sparse_mixer_weighs_given_experts_as_in_evaluation() -> None:
         (highest - logits) / logits.abs().clamp(min=highest) > 1.0, -torch.inf
     ).softmax(-1)
     assert torch.equal(values[:, :1], gates.gather(-1, turned[:, :1]))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [torch.iinfo(dtype).max for dtype in (torch.int8, torch.int16, torch.int32, torch.int64)] + [2**32 + 1],
+)
+def test_an_id_of_any_size_is_wrong_by_its_value(wrong: int) -> None:
+    with pytest.raises(McaError, match=f"^x has expert {wrong}; expected 0 to 5"):
+        SHAPE.checked(experts([0, wrong]), "x")

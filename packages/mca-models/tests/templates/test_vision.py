@@ -37,6 +37,7 @@ PUBLISHED = {
     "llava-onevision-qwen2-7b": pytest.approx(8.03e9, abs=0.01e9),
     "vip-llava-7b": pytest.approx(7.08e9, abs=0.01e9),
     "ovis2-1b": pytest.approx(1.131e9, abs=0.001e9),  # 1.27e9 with a copy of the embedding as head
+    "lighton-ocr-1b": 1_005_647_872,
     "lfm2-vl-450m": pytest.approx(0.451e9, abs=0.001e9),
     "smolvlm2-2.2b": pytest.approx(2.25e9, abs=0.01e9),
     "llama-4-scout": pytest.approx(108.64e9, abs=0.01e9),

@@ -55,6 +55,7 @@ def test_values_take_the_types_of_their_fields():
         ({"name": "n", "kind": "c"}, "kind must be 'a' or 'b' or null, not 'c'"),
         ({"name": "n", "fast": "maybe"}, "fast must be true or false, not 'maybe'"),
         ({"name": "n", "when": "never"}, "when must be no or steps, not 'never'"),
+        ({"name": "n", "when": "stps"}, "when must be no or steps, not 'stps'; did you mean 'steps'?"),
         ({"name": "n", "when": True}, "when must be no or steps, not True; a flag without"),
         ({"name": "n", "files": {"a": 1}}, "files must be a list, not {'a': 1}"),
         ({"name": "n", "files": ["x", None]}, "files, entry 1, must be text, not None"),

@@ -32,8 +32,10 @@ from mca_train.batching.collate import CountedSamples, PadCollator, StepCollator
 from mca_train.batching.media_batch import ImageBatching
 from mca_train.config.arguments import DataArguments
 from mca_train.data import image_processors
+from mca_train.data.grids import Grid
 from mca_train.data.image_processors import image_tokens
 from mca_train.data.image_rows import ImageReader
+from mca_train.data.media_tokens import MediaTokens
 from mca_train.data.video_files import VideoFacts
 from mca_train.data.video_tokens import PooledVideoTokens, VideoOptions
 from mca_train.tasks.load import load_tokenized
@@ -75,6 +77,7 @@ def test_tokens_and_pixels_are_those_of_the_familys_own_processor(made):
         {
             "internvl": "<IMG_CONTEXT>",
             "mistral3": "[IMG]",
+            "lighton_ocr": "<|image_pad|>",
             "aya_vision": "<|IMG_PATCH|>",
             "gemma3": "<image_soft_token>",
             "gemma4": "<|image|>",
@@ -327,3 +330,13 @@ def test_images_longer_than_the_window_of_gemma4_unified_are_refused(tmp_path):
     kind.processor.save_pretrained(tmp_path)
     with pytest.raises(UsageError, match=r"max_soft_tokens is 70, more than the sliding window.*64 tokens"):
         image_tokens(kind.config, (tmp_path,), kind.tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("frames", "together"), [((), False), ((0,), True), ((2,), False), ((-1, 0), True), ((0, 2), True)]
+)
+def test_images_of_a_sequence_are_sized_together_next_to_other_media(frames, together):
+    grids = [Grid(2, 3, frames=count) for count in frames]
+    images = SimpleNamespace(in_sequence=lambda found: ["together", *found])
+    found = MediaTokens.in_sequence(SimpleNamespace(_images=images), grids)
+    assert found == (["together", *grids] if together else grids)

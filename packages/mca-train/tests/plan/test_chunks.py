@@ -11,7 +11,7 @@ import pytest
 from mca_config import TrainingArguments
 from mca_models.templates import config_from_hf
 from mca_train.plan.audio_memory import PlannedMedia
-from mca_train.plan.chunks import ChunkSpec, chunk_memory, forward_only_memory
+from mca_train.plan.chunks import ChunkSpec, _boundary_tensors, chunk_memory, forward_only_memory
 from mca_train.plan.local_layers import running
 from mca_train.plan.sizes import Sizes
 from mca_train.plan.vision_memory import plan_images
@@ -130,3 +130,39 @@ def test_embeddings_of_every_layer_take_their_channels_in_bf16(tmp_path: Path) -
     assert (model.hidden_bytes, model.per_layer) == (TOKENS * HIDDEN * 2, 0)
     config: Any = SimpleNamespace(per_layer_input_size=256, num_layers=30)
     assert replace(model, config=config).per_layer == TOKENS * 30 * 256 * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "tensors"),
+    [
+        ({}, 2),
+        ({"has_loss": True}, 1),
+        ({"has_embedding": True}, 1),
+        ({"has_embedding": True, "has_loss": True}, 0),
+        ({"width": 4}, 1),  # an fp32 input is not copied
+        ({"recompute": "full"}, 1),
+        ({"recompute": "selective"}, 2),
+        ({"implementation": "transformer_engine"}, 1),
+        ({"on_gpu": True}, 2),
+        ({"on_gpu": True, "waits": True}, 1),
+        ({"waits": True}, 2),
+    ],
+)
+def test_inputs_and_outputs_that_only_the_schedule_references(changes: dict[str, Any], tensors: int) -> None:
+    case = {
+        "has_loss": False,
+        "has_embedding": False,
+        "width": 2,
+        "recompute": None,
+        "implementation": "local",
+    }
+    case |= {"on_gpu": False, "waits": False} | changes
+    model: Any = SimpleNamespace(
+        hidden_bytes=10,
+        on_gpu=case["on_gpu"],
+        implementation=case["implementation"],
+        sizes=SimpleNamespace(width=case["width"], waits_for_sends=case["waits"]),
+        training=SimpleNamespace(recompute_granularity=case["recompute"]),
+    )
+    chunk: Any = SimpleNamespace(has_loss=case["has_loss"], has_embedding=case["has_embedding"])
+    assert _boundary_tensors(model, chunk) == 10 * tensors

@@ -81,3 +81,35 @@ def test_an_answer_is_good_if_its_value_is_one(monkeypatch: pytest.MonkeyPatch) 
     losses, real = KtoTrainer.compute_loss(trainer, sums, batch)
     assert losses.tolist() == [1.25, 30.25, 0.25] and real.tolist() == [1, 1, 0]
     assert [each.tolist() for each in added] == [[1, 0, 0], [0, 1, 0]], "the last one fills the batch up"
+
+
+@pytest.mark.parametrize("is_real", [(True, True), (True, False), (False, False)])
+def test_the_divergence_is_the_mean_gain_of_other_samples_answers(
+    is_real: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two micro-batches of two sequences, of which the second may only fill the batch up."""
+    policy = [torch.tensor([-1.0, -2.0]), torch.tensor([-3.0, -50.0])]
+    reference = [torch.tensor([-2.0, -4.0]), torch.tensor([-3.5, -10.0])]
+    real = [torch.tensor([is_real[0], is_real[0]]), torch.tensor([is_real[1], False])]
+    monkeypatch.setattr(kto, "counted_sequences", lambda micro: real[micro])
+    monkeypatch.setattr(kto.groups, "sum_over_data", lambda total: total)
+    mismatched = object()
+    batch: Any = SimpleNamespace(kl_batch=mismatched)
+
+    def log_probs(sums: list[torch.Tensor], own: list[torch.Tensor]) -> Any:
+        return SimpleNamespace(
+            log_probs=lambda asked: [
+                (each, number) for number, each in enumerate(sums if asked is mismatched else own)
+            ]
+        )
+
+    own = [torch.tensor([7.0]), torch.tensor([8.0])]
+    trainer: Any = SimpleNamespace(
+        _policy=log_probs(policy, []),
+        _reference=log_probs(reference, own),
+        ranks=SimpleNamespace(device=torch.device("cpu")),
+    )
+    KtoTrainer.before_forward(trainer, batch)
+    assert [*trainer._reference_queue] == own
+    expected = {(True, True): (1 + 2 + 0.5) / 3, (True, False): 1.5, (False, False): 0.0}[is_real]
+    assert float(trainer._kl) == pytest.approx(expected)

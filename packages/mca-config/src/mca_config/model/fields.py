@@ -22,6 +22,7 @@ from mca_config.model.norm import Norm
 from mca_config.model.per_layer_embedding import PerLayerEmbedding
 from mca_config.model.rope import Rope
 from mca_config.model.section import Section
+from mca_config.model.selective_scan import SelectiveScan
 from mca_config.model.shared_kv import SharedKv
 from mca_config.model.short_convolution import ShortConvolution
 from mca_config.model.vision import Vision
@@ -65,6 +66,7 @@ SECTIONS: Mapping[str, Entry] = {
     "linear_attention": Entry(LinearAttention, "linear_conv_kernel_dim"),
     "lightning_attention": Entry(LightningAttention, "lightning_num_heads"),
     "mamba": Entry(Mamba, "mamba_num_heads"),
+    "selective_scan": Entry(SelectiveScan, "scan_channels"),
     "short_convolution": Entry(ShortConvolution, "short_conv_kernel_dim"),
     "shared_kv": Entry(SharedKv, "num_kv_shared_layers", _COUNT),
     "per_layer_embedding": Entry(PerLayerEmbedding, "per_layer_input_size", _COUNT),

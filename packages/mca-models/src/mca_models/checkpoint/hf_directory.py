@@ -252,7 +252,7 @@ def _what_else(path: Path) -> str:
 def _indexed_tensors(path: Path) -> list[TensorInfo]:
     weight_map = read_json(resolve_inside(path, INDEX)).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise McaError(f"{path / INDEX}: has no 'weight_map' from tensor to file names")
+        raise McaError(f"{path / INDEX}: has no 'weight_map' from tensor to file names; fetch the file again")
     files = sorted(set(weight_map.values()))
     paths = {name: resolve_inside(path, name) for name in files}
     absent = [name for name in files if not paths[name].exists()]
@@ -286,4 +286,5 @@ def _require_index(path: Path, weight_map: dict[str, str], tensors: dict[str, Te
         if tensors[name].file.name != PurePosixPath(file).name:
             raise McaError(
                 f"{path / INDEX}: says that {name} is in {file}, it is in {tensors[name].file.name}"
+                "; fetch the checkpoint again"
             )

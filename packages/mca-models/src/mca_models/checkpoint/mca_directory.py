@@ -93,7 +93,10 @@ class McaSource:
             file = resolve_inside(self.path, f"{self.folder.name}/{name}")
             header = read_header(file)
             if file.stat().st_size != record.nbytes:
-                raise McaError(f"{file}: has {file.stat().st_size} bytes, the manifest says {record.nbytes}")
+                raise McaError(
+                    f"{file}: has {file.stat().st_size} bytes, the manifest says {record.nbytes}"
+                    "; the file is damaged: write or fetch the checkpoint again"
+                )
             require_same_names(header.tensors, (param.mca_name() for param, _ in expected[name]), file)
             infos[name] = header.tensors
         return infos

@@ -5,7 +5,8 @@
     write_peft(adapter, target)                   # for transformers and peft
     MergedSource(open_checkpoint(base), adapter)   # the merged model, as any other checkpoint
 
-The names of tensors are in ``rules``, what is refused in ``config``.
+The names of tensors are in ``rules``, what is refused in ``config``. LoRA on live models, with torch, is
+`mca_models.megatron.peft`.
 """
 
 from mca_models.lora.adapter import Adapter

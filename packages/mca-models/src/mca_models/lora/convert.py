@@ -72,7 +72,10 @@ def open_adapter(path: Path, model: McaModelConfig | None = None) -> Adapter:
     theirs, ours = adapter.model.to_fields(), (model or adapter.model).to_fields()
     for field in _SAME_MODEL:
         if theirs[field] != ours[field]:
-            raise McaError(f"{path}: {field} of its base model is {theirs[field]}, here {ours[field]}")
+            raise McaError(
+                f"{path}: {field} of its base model is {theirs[field]}, here {ours[field]}"
+                "; name the base model that the adapter was trained on"
+            )
     if model is not None:
         raise_problems(list(_shape_mismatches(adapter, model)), path, shown=8)
     return adapter

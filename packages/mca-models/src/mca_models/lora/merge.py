@@ -58,7 +58,10 @@ class MergedSource:
         known = {param.mca_name() for param in base.params}
         lost = sorted({*adapter.factors_by_name, *adapter.saved_by_name} - known)
         if lost:
-            raise McaError(f"the adapter changes {lost[0]}, which the base model does not have")
+            raise McaError(
+                f"the adapter changes {lost[0]}, which the base model does not have"
+                "; name the base model that it was trained on"
+            )
         self._parts: dict[str, tuple[Part, ...]] = {}
 
     def touches(self, param: Param) -> bool:

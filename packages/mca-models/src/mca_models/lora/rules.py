@@ -203,7 +203,10 @@ def _saved(config: McaModelConfig, adapter: AdapterConfig) -> Iterator[Param]:
     for param in _base_params(config):
         found = [adapter.saves(name) for name in param.hf_names()]
         if any(found) and param.expert is not None:
-            raise McaError(f"modules_to_save: routed experts ({param.hf_names()[0]}) cannot be saved whole")
+            raise McaError(
+                f"modules_to_save: routed experts ({param.hf_names()[0]}) cannot be saved whole"
+                "; name them in target_parameters (lora_target_parameters)"
+            )
         if any(found) and not all(found):
             raise McaError(
                 f"modules_to_save: {', '.join(param.hf_names())} make up one Megatron parameter, "
@@ -239,7 +242,10 @@ def _base_params(config: McaModelConfig) -> Iterator[Param]:
 def _checked(config: McaModelConfig, adapter: AdapterConfig, rules: AdapterRules) -> AdapterRules:
     if not rules.factors:
         wanted = adapter.document.get("target_modules") or adapter.document.get("target_parameters")
-        raise McaError(f"target_modules: {wanted} matches no linear of this {config.model_type} model")
+        raise McaError(
+            f"target_modules: {wanted} matches no linear of this {config.model_type} model"
+            "; name linears as Hugging Face does (q_proj, ...), or set all-linear (lora_target_modules)"
+        )
     kinds = {pair.target.stacked for pair in rules.factors if pair.target.base.expert is not None}
     if len(kinds) > 1:
         raise McaError(

@@ -14,7 +14,7 @@ from mca_models.weights.layouts import Layout, Transposed
 
 _LINEARS = frozenset(
     "linear_qkv linear_proj linear_fc1 linear_fc2 linear_q_proj linear_q_down_proj linear_q_up_proj "
-    "linear_kv_down_proj linear_kv_up_proj linear_head_gate in_proj out_proj gates_down fade_up gate_up "
+    "linear_kv_down_proj linear_kv_up_proj linear_head_gate in_proj out_proj x_proj gates_down fade_up gate_up "
     "fc1_latent_proj fc2_latent_proj per_layer_gate per_layer_projection".split()
 )
 """Megatron modules that are linears in HF models too."""

@@ -255,6 +255,7 @@ class VirtualModels(torch.nn.Module):
         if self.config.head.num_labels is not None:
             raise McaError(
                 f"the model has a head for {self.config.head.head_kind}, not a vocabulary: it has no log_probs"
+                "; load a language model"
             )
         require_same_arguments(
             "log_probs",

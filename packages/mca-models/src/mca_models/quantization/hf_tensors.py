@@ -140,7 +140,10 @@ def _fp8(infos: Mapping[str, TensorInfo], block: tuple[int, int] | None, dtype: 
         if name + SCALE_SUFFIX in scales:
             found[name] = fp8_tensor(info, infos[name + SCALE_SUFFIX], block, dtype)
         elif info.dtype in FP8:
-            raise McaError(f"{info.file}: {name} is fp8 but has no scale {name + SCALE_SUFFIX}")
+            raise McaError(
+                f"{info.file}: {name} is fp8 but has no scale {name + SCALE_SUFFIX}"
+                "; fetch the checkpoint again"
+            )
         else:
             found[name] = info
     return found
@@ -175,4 +178,5 @@ def _require_partners(names: set[str], infos: Mapping[str, TensorInfo], suffix: 
         missing = alone[0].removesuffix(suffix) + other
         raise McaError(
             f"{infos[alone[0]].file}: {len(alone)} quantised tensors are incomplete ({alone[0]} without {missing})"
+            "; fetch the checkpoint again"
         )

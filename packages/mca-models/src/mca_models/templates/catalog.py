@@ -235,6 +235,7 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
     ),
     "cohere2_vision": ("Command A Vision: `cohere2` with a SigLIP vision model", "as of the text part"),
     "aya_vision": ("`cohere2` with a SigLIP vision model", "as of the text part"),
+    "lighton_ocr": ("LightOnOCR: `qwen3` with the vision model of `mistral3`", "as of the text part"),
     "llama4": ("`llama4_text` with a vision model", "as of the text part"),
     "deepseek_vl": ("`llama` with a SigLIP vision model", "as of the text part"),
     "exaone4_5": ("`exaone4` with a vision model", "as of the text part"),
@@ -291,6 +292,10 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
         "MiniMax-Text-01: lightning attention in most layers, a residual stream through the norms with factors, MoE",
         "our lightning attention",
     ),
+    "jamba": (
+        "Mamba 1 in most layers, attention without RoPE, MoE in every other layer",
+        "our Mamba 1 layer",
+    ),
     "bailing_hybrid": (
         "Ling 3: Kimi delta attention with a bounded decay, MLA with a gate for each head, DeepSeek V3's MoE",
         "our Kimi delta attention, MLA with a gate",
@@ -328,7 +333,7 @@ _REASONS: Mapping[str, str] = {
     "parallel attention and MLP, and one q, k, v tensor interleaved by tensor rank": "codegen",
     "another kind of bias on attention and MLP": "gpt_neox_japanese",
     "state space or recurrent layers, alone or between attention layers": (
-        "falcon_mamba jamba mamba mamba2 recurrent_gemma rwkv xlstm zamba zamba2"
+        "falcon_mamba mamba mamba2 recurrent_gemma rwkv xlstm zamba zamba2"
     ),
     "short convolutions in place of attention, or before it": ("inkling2_text inkling_text zaya"),
     "two kinds of MLA, with an indexer and with a sliding window": "dots3_note_text",
@@ -346,7 +351,7 @@ _REASONS: Mapping[str, str] = {
     ),
     "a vision model that mca does not know; its text part is of a supported type": (
         "aria deepseek_vl_hybrid fast_vlm hyperclovax_vision_v2 "
-        "idefics2 lfm3_vl lighton_ocr llava_next_video "
+        "idefics2 lfm3_vl llava_next_video "
         "minicpm_ocr minicpmv4_6 minicpmv4_7 nemotron_h_omni perception_lm pp_chart2table qianfan_ocr "
         "video_llama_3 video_llava"
     ),

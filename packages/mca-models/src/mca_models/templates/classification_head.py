@@ -40,6 +40,7 @@ _SEQUENCE = {
     "helium": "Helium",
     "hunyuan_v1_dense": "HunYuanDenseV1",
     "hunyuan_v1_moe": "HunYuanMoEV1",
+    "jamba": "Jamba",
     "llama": "Llama",
     "minicpm3": "MiniCPM3",
     "minimax": "MiniMax",
@@ -73,6 +74,7 @@ _SEQUENCE = {
 _NOT_OF_TOKENS = frozenset(
     {
         *("deepseek_v2", "gemma3", "gemma3_text", "gptj", "hunyuan_v1_dense", "hunyuan_v1_moe"),
+        "jamba",
         *("minicpm3", "olmo", "olmo2", "olmo3", "opt", "phimoe", "qwen3_5_text"),
     }
 )

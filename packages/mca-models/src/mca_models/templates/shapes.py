@@ -117,6 +117,8 @@ def _lightning_width(c: FamilyConfig) -> int:
 
 
 def _in_proj(c: McaModelConfig) -> Shape:
+    if c.selective_scan is not None:
+        return 2 * c.selective_scan.scan_channels, c.hidden_size
     if c.short_convolution is not None:
         return 3 * c.hidden_size, c.hidden_size
     if c.lightning_attention is not None:
@@ -129,6 +131,8 @@ def _in_proj(c: McaModelConfig) -> Shape:
 
 
 def _conv(c: FamilyConfig) -> Shape:
+    if c.selective_scan is not None:
+        return c.selective_scan.scan_channels, 1, c.selective_scan.scan_conv_kernel_dim
     if c.short_convolution is not None:
         return c.hidden_size, 1, c.short_convolution.short_conv_kernel_dim
     if c.mamba is not None:
@@ -139,6 +143,8 @@ def _conv(c: FamilyConfig) -> Shape:
 
 
 def _out_proj_columns(c: McaModelConfig) -> int:
+    if c.selective_scan is not None:
+        return c.selective_scan.scan_channels
     if c.short_convolution is not None:
         return c.hidden_size
     if c.lightning_attention is not None:
@@ -147,8 +153,22 @@ def _out_proj_columns(c: McaModelConfig) -> int:
 
 
 def _states(c: FamilyConfig) -> Shape:
-    """Return the shape of one number for each head with a state."""
+    """Return the shape of one number for each head, or channel, with a state."""
+    if c.selective_scan is not None:
+        return (c.selective_scan.scan_channels,)
     return (c.linear_attention.linear_num_value_heads if c.mamba is None else c.mamba.mamba_num_heads,)
+
+
+def _rates(c: FamilyConfig) -> Shape:
+    """Return the shape of the decay rates of states."""
+    scan = c.selective_scan
+    return _states(c) if scan is None else (scan.scan_channels, scan.scan_state_dim)
+
+
+def _scan_rows(c: FamilyConfig) -> int:
+    """Return the rows of time steps, B and C of a Mamba 1 layer."""
+    rows: int = c.selective_scan.scan_step_rank + 2 * c.selective_scan.scan_state_dim
+    return rows
 
 
 _FC1 = _fc1(lambda c: c.mlp.ffn_hidden_size)
@@ -251,10 +271,19 @@ _DELTA_NET = {
     "self_attention.conv1d.weight": _conv,
     "self_attention.conv1d.bias": _first(_conv),
     "self_attention.dt_bias": _states,
-    "self_attention.A_log": _states,
+    "self_attention.A_log": _rates,
     "self_attention.D": _states,
     "self_attention.norm.weight": lambda c: _mamba_widths(c)[:1],
     "self_attention.out_norm.weight": lambda c: (c.linear_attention.linear_value_head_dim,),
+    "self_attention.x_proj.weight": lambda c: (_scan_rows(c), c.selective_scan.scan_channels),
+    "self_attention.dt_proj.weight": lambda c: (
+        c.selective_scan.scan_channels,
+        c.selective_scan.scan_step_rank,
+    ),
+    "self_attention.dt_proj.bias": _states,
+    "self_attention.dt_layernorm.weight": lambda c: (c.selective_scan.scan_step_rank,),
+    "self_attention.b_layernorm.weight": lambda c: (c.selective_scan.scan_state_dim,),
+    "self_attention.c_layernorm.weight": lambda c: (c.selective_scan.scan_state_dim,),
     "self_attention.gate_norm.weight": lambda c: (_lightning_width(c),),
     "self_attention.out_proj.weight": lambda c: (c.hidden_size, _out_proj_columns(c)),
 }

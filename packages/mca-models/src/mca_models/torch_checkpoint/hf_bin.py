@@ -38,7 +38,7 @@ def read_tensors(file: Path) -> dict[str, TensorInfo | StridedTensor]:
 def _indexed(path: Path) -> Sequence[TensorInfo | StridedTensor]:
     weight_map = read_json(resolve_inside(path, INDEX)).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise McaError(f"{path / INDEX}: has no 'weight_map' from tensor to file names")
+        raise McaError(f"{path / INDEX}: has no 'weight_map' from tensor to file names; fetch the file again")
     found: dict[str, TensorInfo | StridedTensor] = {}
     for name in sorted(set(weight_map.values())):
         tensors = read_tensors(resolve_inside(path, name))

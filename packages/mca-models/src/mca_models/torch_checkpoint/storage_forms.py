@@ -130,6 +130,7 @@ _PARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (".in_proj.weight", (".query", ".key", ".value", ".write", ".decay", ".gate")),
     (".in_proj.weight", (".gate_in", ".gate_out", ".inputs")),
     (".in_proj.weight", (".qkv", ".gate")),
+    (".in_proj.weight", (".scanned", ".gate")),
     (".in_proj.weight", (".z", ".x", ".B", ".C", ".dt")),
     *((f".conv1d.{kind}", (".x", ".B", ".C")) for kind in ("weight", "bias")),
 )

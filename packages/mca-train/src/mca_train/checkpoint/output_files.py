@@ -60,7 +60,10 @@ def resolve(resume: str | bool | None, output_dir: Path) -> Path | None:
     if word in ("true", "last", "auto"):
         last = next(reversed(checkpoints(output_dir)), None)
         if last is None and word != "auto":
-            raise McaError(f"resume_from_checkpoint: no complete {PREFIX}-<step> in {output_dir}")
+            raise McaError(
+                f"resume_from_checkpoint: no complete {PREFIX}-<step> in {output_dir}"
+                "; set auto to begin where there is none"
+            )
         return last
     path = Path(str(resume))
     if not path.is_dir():
@@ -75,5 +78,6 @@ def resolve(resume: str | bool | None, output_dir: Path) -> Path | None:
     if not (path / STATE_FILE).is_file():
         raise McaError(
             f"resume_from_checkpoint: {path} has no {STATE_FILE}, so it is not a training checkpoint"
+            "; set a checkpoint-<step> directory of a run, or auto"
         )
     return path

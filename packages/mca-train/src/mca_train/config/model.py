@@ -41,7 +41,10 @@ def model_config(path: str) -> McaModelConfig:
     """
     folder = Path(path)
     if not folder.is_dir():
-        raise McaError(f"model_name_or_path: directory {path} does not exist")
+        raise McaError(
+            f"model_name_or_path: directory {path} does not exist"
+            "; set a directory with a model, or a model of the Hub (org/name)"
+        )
     if checkpoint_kind(folder) in (CheckpointKind.ROLL, CheckpointKind.TORCH_DIST):
         return open_checkpoint(folder).config
     if is_mca(folder):

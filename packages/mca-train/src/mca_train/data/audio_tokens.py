@@ -216,7 +216,10 @@ def audio_tokens(
         raise UsageError(f"a {config.model_type} model does not support audio; remove it from the rows")
     token = placeholders(vision).get("audio")
     if token is None:
-        raise UsageError(f"config.json: audio_token_id is missing, the placeholder of {config.model_type}")
+        raise UsageError(
+            f"config.json: audio_token_id is missing, the placeholder of {config.model_type}"
+            "; take the config.json that was published with the model"
+        )
     require_audio_packages()
     if part.audio.marks is None:
         return AudioTokens(_extractor(directories), token, part.audio, config, options)

@@ -265,6 +265,7 @@ class Conversation:
         raise McaError(
             f"messages: the chat template does not write the first {turn} turns as the beginning of the "
             "whole conversation, so the answer cannot be distinguished from its prompt"
+            "; give rows with prompt and completion, or correct the template"
         )
 
     def _turn_end(self, turn: int) -> int:

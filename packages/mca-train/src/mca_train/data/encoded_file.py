@@ -81,7 +81,10 @@ class EncodedFile:
         except McaError:  # from a URL, or a path that is not a file
             raise
         except FileNotFoundError as error:
-            raise McaError(f"{self.medium} {self.place} is not there") from error
+            raise McaError(
+                f"{self.medium} {self.place} is not there"
+                "; correct the path, which starts from image_folder or the folder of the data file"
+            ) from error
         except expected as error:
             reason = redacted(" ".join(str(error).split()))[:200]
             raise McaError(

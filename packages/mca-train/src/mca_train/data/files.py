@@ -70,7 +70,7 @@ def load_rows(
     places: Sequence[Path | None] = copies or [None] * len(files)
     parts = [_load_file(file, key, copy) for file, copy in zip(files, places, strict=True)]
     if not any(map(len, parts)):
-        raise McaError(f"{key}: {', '.join(files)} has no rows")
+        raise McaError(f"{key}: {', '.join(files)} has no rows; set a file with rows")
     for file, part in zip(files, parts, strict=True):
         require_column(part.column_names, column, f"{key}: {file}")
     rows = concatenate(parts, files, key, arguments, vision)
@@ -282,9 +282,9 @@ def translate_read_errors(
         reason = " ".join(str(cause).split()) or type(cause).__name__
         subject = f"{key}: {files}"
         if "corresponds to no data" in reason or isinstance(cause, StopIteration):
-            raise McaError(f"{subject} has no rows") from error
+            raise McaError(f"{subject} has no rows; set a file with rows") from error
         if is_missing_file(error):
             if is_url(files):
                 raise download_error(key, files, error) from error
-            raise McaError(f"{subject} is not there any more") from error
+            raise McaError(f"{subject} is not there any more; put it back and start again") from error
         raise McaError(f"{subject} cannot be read as {reader}: {redacted(reason)[:200]}") from error

@@ -56,7 +56,7 @@ def image_blocks(
         [np.asarray(side, np.bool_) for side in tokenized["is_target"]] or [np.zeros(0, np.bool_)]
     )
     if len(tokens) < 2:
-        raise McaError(f"{key}: the texts have fewer than two tokens together")
+        raise McaError(f"{key}: the texts have fewer than two tokens together; set a file with longer texts")
     origins = [(row, which) for row, grids in enumerate(tokenized["grids"]) for which in range(len(grids))]
     grids = [Grid.from_numbers(numbers) for of_row in tokenized["grids"] for numbers in of_row]
     spans = read.tokens.spans(tokens, grids) if grids else []

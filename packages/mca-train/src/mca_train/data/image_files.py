@@ -80,7 +80,10 @@ class ImageFile(EncodedFile):
                     f"image {self.place} is too large: more than {Image.MAX_IMAGE_PIXELS:,} pixels; make it smaller"
                 ) from error
             except UnidentifiedImageError as error:
-                raise McaError(f"image {self.place} is no image that PIL can read") from error
+                raise McaError(
+                    f"image {self.place} is no image that PIL can read"
+                    "; convert it to PNG or JPEG, or remove the row"
+                ) from error
 
 
 def _orientation(image: Image.Image) -> int:

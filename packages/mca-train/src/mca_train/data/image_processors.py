@@ -29,7 +29,7 @@ from mca_train.data.image_tiles import (
     WordMarkTokens,
 )
 from mca_train.data.image_tokens import ImageTokens, load_processor
-from mca_train.data.patch_grids import LineTokens, PaddedPatchTokens, PatchTokens
+from mca_train.data.patch_grids import LineTokens, PaddedPatchTokens, PatchTokens, WholeLineTokens
 from mca_train.data.placeholders import VIDEO_TAG
 from mca_train.data.pooled_patches import PooledTokens
 from mca_train.types import ImageProcessor
@@ -56,7 +56,10 @@ def image_tokens(
         )
     processor, token = _processor(directories), placeholders(config.vision_fields).get("image")
     if token is None:
-        raise UsageError(f"config.json: image_token_id is missing, the placeholder of {config.model_type}")
+        raise UsageError(
+            f"config.json: image_token_id is missing, the placeholder of {config.model_type}"
+            "; take the config.json that was published with the model"
+        )
     if kind == "pooled":
         _require_window(config, processor)
     return _MAKERS[kind](processor, token, config, tokenizer)
@@ -242,6 +245,14 @@ def _lines(
     return LineTokens(processor, token, side, (row_end, last))
 
 
+def _whole_lines(
+    processor: ImageProcessor, token: int, config: McaModelConfig, tokenizer: "PreTrainedTokenizerBase"
+) -> ImageTokens:
+    vision = _vision(config)
+    patch, merge = vision["vision_config"].get("patch_size", 16), vision.get("spatial_merge_size", 2)
+    return WholeLineTokens(processor, token, patch, merge)
+
+
 def _fixed(
     processor: ImageProcessor, token: int, config: McaModelConfig, tokenizer: "PreTrainedTokenizerBase"
 ) -> ImageTokens:
@@ -267,6 +278,7 @@ _MAKERS: Mapping[str, _Maker] = {
     "padded_patches": _padded_patches,
     "tiles": _tiles,
     "lines": _lines,
+    "whole_lines": _whole_lines,
     "fixed": _fixed,
     "pooled": _pooled,
     "plain": _plain,
@@ -294,7 +306,10 @@ def _processor(directories: Sequence[Path]) -> ImageProcessor:
 def _ids(tokenizer: "PreTrainedTokenizerBase", *marks: str) -> list[int]:
     known = tokenizer.get_vocab()
     if missing := [mark for mark in marks if mark not in known]:
-        raise UsageError(f"the tokenizer has no token {', '.join(missing)} around images")
+        raise UsageError(
+            f"the tokenizer has no token {', '.join(missing)} around images"
+            "; set tokenizer_name_or_path to the model's own"
+        )
     return [known[mark] for mark in marks]
 
 

@@ -68,6 +68,7 @@ def indexed_blocks(prefix: Path, length: int, vocab_size: int, cache: str | None
     if largest >= vocab_size:
         raise McaError(
             f"{prefix}.bin: holds token {largest}, the tokenizer has {vocab_size}; it was made with another tokenizer"
+            "; tokenize it again, or set tokenizer_name_or_path"
         )
     return TokenDataset.in_blocks(tokens, length)
 

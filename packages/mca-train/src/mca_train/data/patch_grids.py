@@ -129,6 +129,50 @@ def resized_sides(processor: ImageProcessor) -> Callable[[int, int, int], tuple[
     return sides
 
 
+def limited_sides(processor: ImageProcessor, height: int, width: int) -> tuple[int, int]:
+    """Return the sides in pixels of an image whose longest edge the processor limits."""
+    longest = processor.size["longest_edge"]
+    ratio = max(height / longest, width / longest, 1.0)
+    sides = (height, width) if ratio == 1 else (int(height / ratio), int(width / ratio))
+    if not min(sides):
+        raise McaError(
+            f"an image of {width} x {height} pixels cannot be used: it is too narrow"
+            "; remove the row or crop the image"
+        )
+    return sides
+
+
+class WholeLineTokens(ImageTokens):
+    """Image tokens of LightOnOCR: merged patches, of which an image of an odd number of patches loses the last.
+
+    Args:
+        processor: Hugging Face image processor.
+        token: Id of the placeholder token.
+        patch: Side of a patch in pixels.
+        merge: Patches along the side of a token.
+    """
+
+    taken = ("pixel_values", "image_sizes")
+
+    def __init__(self, processor: ImageProcessor, token: int, patch: int, merge: int) -> None:
+        super().__init__(processor, token)
+        self._patch, self._merge = patch, merge
+
+    def _computed(self, height: int, width: int) -> Grid:
+        patches = [(side - 1) // self._patch + 1 for side in limited_sides(self.processor, height, width)]
+        rows, columns = (count // self._merge for count in patches)
+        if not min(rows, columns):
+            raise McaError(
+                f"an image of {width} x {height} pixels cannot be used: expected at least "
+                f"{self._merge} patches of {self._patch} pixels in each direction; remove the row or enlarge the image"
+            )
+        return Grid(rows, columns)
+
+    def _made(self, made: dict[str, Tensor]) -> list[Grid]:
+        side = self._patch * self._merge
+        return [Grid(int(high) // side, int(wide) // side) for high, wide in made["image_sizes"].tolist()]
+
+
 class LineTokens(ImageTokens):
     """Image tokens of Mistral 3.
 
@@ -146,11 +190,7 @@ class LineTokens(ImageTokens):
         self._side, self._marks = side, marks
 
     def _computed(self, height: int, width: int) -> Grid:
-        longest = self.processor.size["longest_edge"]
-        ratio = max(height / longest, width / longest, 1.0)
-        sides = (height, width) if ratio == 1 else (int(height / ratio), int(width / ratio))
-        if not min(sides):
-            raise McaError(f"an image of {width} x {height} pixels cannot be used: it is too narrow")
+        sides = limited_sides(self.processor, height, width)
         return Grid((sides[0] - 1) // self._side + 1, (sides[1] - 1) // self._side + 1)
 
     def _made(self, made: dict[str, Tensor]) -> list[Grid]:

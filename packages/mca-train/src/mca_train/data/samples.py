@@ -91,7 +91,7 @@ def pretrain_blocks(
         logger.warning("%s and are left out", message)
     blocks = TokenDataset.in_blocks(_flatten(tokenized), arguments.seq_length)
     if not len(blocks):
-        raise McaError(f"{key}: the texts have fewer than two tokens together")
+        raise McaError(f"{key}: the texts have fewer than two tokens together; set a file with longer texts")
     return blocks
 
 
@@ -184,7 +184,10 @@ def answer_sequences(rows: "datasets.Dataset", answers: AnswerRows, workers: int
         if all(any(side[1:]) for side in targets)
     ]
     if not answered:
-        raise McaError(f"{key}: no row has {wanted} within seq_length {length}")
+        raise McaError(
+            f"{key}: no row has {wanted} within seq_length {length}"
+            "; raise seq_length, or look at the rows with mca-train data"
+        )
     if lacking := len(tokenized) - len(answered):
         logger.warning("%s", missing_target_warning(key, lacking, len(tokenized), wanted, length))
     kept = answered

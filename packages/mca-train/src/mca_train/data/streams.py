@@ -166,7 +166,7 @@ def _open_files(
             part = without_decoding(open_dataset(reader, file, options, streaming=True))
             first = next(iter(part), None)
         if first is None:
-            raise McaError(f"{key}: {file} has no rows")
+            raise McaError(f"{key}: {file} has no rows; set a file with rows")
         require_column(list(first), column, f"{key}: {file}")
         parts.append(part)
         heads.append(first)

@@ -28,7 +28,9 @@ def parse_tools(found: object, column: str) -> Tools | None:
         try:
             found = json.loads(found)
         except json.JSONDecodeError as error:
-            raise McaError(f"{column} is not valid JSON: {error}") from None
+            raise McaError(
+                f"{column} is not valid JSON: {error}; write a list of tools, or its JSON"
+            ) from None
     if not found:
         return None
     if not isinstance(found, list) or not all(isinstance(tool, dict) for tool in found):

@@ -466,7 +466,10 @@ def video_tokens(
         raise UsageError(f"a {config.model_type} model does not support videos; remove them from the rows")
     token = placeholders(vision).get("video")
     if token is None:
-        raise UsageError(f"config.json: video_token_id is missing, the placeholder of {config.model_type}")
+        raise UsageError(
+            f"config.json: video_token_id is missing, the placeholder of {config.model_type}"
+            "; take the config.json that was published with the model"
+        )
     require_video_packages()
     processor = _processor(directories)
     if part.video_tokens == "numbered":

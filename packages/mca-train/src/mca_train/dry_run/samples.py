@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 
 from mca_config.types import JsonObject
 from mca_models.media import ImageSpan
+from mca_models.megatron.features.sequence_media import join_tensors
 from mca_models.megatron.platform import replaced
 from mca_train.data.sample_images import SampleImages
 from mca_train.data.token_dataset import VALUES
@@ -64,12 +65,14 @@ class LongestSamples(Dataset[JsonObject]):
 
 
 def _blank(media: PlannedMedia) -> SampleImages:
-    """Return blank images and silent clips, one text token apart."""
-    images, clips, places, start = media.images, media.clips, list[ImageSpan](), 0
-    if images is not None:
-        step, side = images.tokens + 1, images.side
-        places += [ImageSpan(number * step, side, side) for number in range(images.count)]
-        start = step * images.count
+    """Return blank images, videos and silent clips, with text between them."""
+    clips, places, start = media.clips, list[ImageSpan](), 0
+    seen = [images for images in (media.images, media.videos) if images is not None]
+    for images in seen:
+        step, side = images.tokens + images.words, images.side
+        shape = (side, side) if images.extent is None else (1, images.tokens)
+        places += [ImageSpan(start + number * step, *shape) for number in range(images.count)]
+        start += images.length
     if clips is not None:
         step = clips.tokens + 1
         places += [
@@ -77,18 +80,22 @@ def _blank(media: PlannedMedia) -> SampleImages:
         ]
 
     def tensors() -> dict[str, torch.Tensor]:
-        found = {} if images is None else _PIXELS[images.tower.form](images)
-        return found | ({} if clips is None else _spectrograms(clips))
+        found = [_PIXELS[images.tower.form](images) for images in seen]
+        return join_tensors(found if clips is None else [*found, _spectrograms(clips)])
 
     return SampleImages(tuple(places), tensors)
 
 
 def _spectrograms(clips: Clips) -> dict[str, torch.Tensor]:
-    inside = torch.arange(clips.computed) < clips.frames
-    return {
-        "input_features": torch.zeros(clips.count, clips.bands, clips.computed),
-        clips.mask: inside.long().expand(clips.count, -1),
-    }
+    windows = clips.count * clips.windows
+    sides = (clips.computed, clips.bands) if clips.frames_first else (clips.bands, clips.computed)
+    found = {"input_features": torch.zeros(windows, *sides)}
+    if not clips.mask:
+        return found
+    last = clips.frames - (clips.windows - 1) * clips.computed
+    lengths = torch.tensor(([clips.computed] * (clips.windows - 1) + [last]) * clips.count)
+    inside = torch.arange(clips.computed) < lengths[:, None]
+    return {**found, clips.mask: inside if clips.frames_first else inside.long()}
 
 
 def _patches(images: Images) -> dict[str, torch.Tensor]:
@@ -118,7 +125,46 @@ def _pooled(images: Images) -> dict[str, torch.Tensor]:
     }
 
 
-_PIXELS = {"patches": _patches, "tiles": _tiles, "sizes": _sized, "pooled": _pooled}
+def _lone_tiles(images: Images) -> dict[str, torch.Tensor]:
+    return {"pixel_values": _tiles(images)["pixel_values"][:, None]}
+
+
+def _marked_tiles(images: Images) -> dict[str, torch.Tensor]:
+    return _tiles(images) | {"grids": torch.tensor([[1, 1]] * images.count)}
+
+
+def _joined_tiles(images: Images) -> dict[str, torch.Tensor]:
+    tower, tiles = images.tower, 1 if images.extent is None else images.extent.tiles
+    found = {
+        "pixel_values": torch.zeros(images.count, tiles, 3, tower.tile, tower.tile),
+        "image_sizes": torch.tensor([[images.pixels, images.pixels]] * images.count),
+    }
+    if not images.counts_company:
+        return found
+    company = -tiles if images.videos is not None else images.count
+    return found | {"batch_num_images": torch.tensor([company] * images.count)}
+
+
+def _shapes(images: Images) -> dict[str, torch.Tensor]:
+    along = images.side * images.tower.merge
+    pixels = torch.zeros(images.count, along**2, images.tower.values)
+    return {
+        "pixel_values": pixels,
+        "pixel_attention_mask": torch.ones(pixels.shape[:2], dtype=torch.int64),
+        "spatial_shapes": torch.tensor([[along, along]] * images.count),
+    }
+
+
+_PIXELS = {
+    "patches": _patches,
+    "tiles": _tiles,
+    "sizes": _sized,
+    "pooled": _pooled,
+    "lone_tiles": _lone_tiles,
+    "marked_tiles": _marked_tiles,
+    "joined_tiles": _joined_tiles,
+    "shapes": _shapes,
+}
 
 
 Routing = Callable[..., tuple[torch.Tensor, torch.Tensor]]

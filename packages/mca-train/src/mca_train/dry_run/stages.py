@@ -130,7 +130,10 @@ def _receive(connection: Connection) -> StepNeeds:
     try:
         result = connection.recv()
     except EOFError:
-        raise McaError("a process of the dry run was killed, perhaps because memory ran out") from None
+        raise McaError(
+            "a process of the dry run was killed, perhaps because memory ran out"
+            "; free memory, or plan without --dry_run"
+        ) from None
     if isinstance(result, BaseException):
         raise result
     assert isinstance(result, StepNeeds)

@@ -190,16 +190,32 @@ class Engine(Pipeline):
                 "continue; use one trainer, or create a new one for each train()"
             )
 
-    def forward_backward(self, batch: StepBatch) -> StepLoss:
-        """Compute the reduced gradients of all micro-batches and return the step's loss on this rank."""
+    def forward_backward(self, batch: StepBatch, *, accumulate: bool = False) -> StepLoss:
+        """Compute the reduced gradients of all micro-batches and return the step's loss on this rank.
+
+        Args:
+            batch: The micro-batches.
+            accumulate: Add the gradients to those of the last call, instead of replacing them.
+        """
         self.require_active_engine()
+        # Megatron reduces the whole buffer in place, and would reduce earlier gradients twice
+        earlier = [buffer.grad_data.clone() for buffer in self._grad_buffers()] if accumulate else []
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         with name_nan_gradient():
             if self.configs[0].num_moe_experts or self.configs[0].mtp_num_layers:
                 self._begin_step(batch)
-            return self.run(batch, forward_only=False)
+            loss = self.run(batch, forward_only=False)
+        for buffer, gradients in zip(self._grad_buffers() if accumulate else (), earlier, strict=True):
+            buffer.grad_data.add_(gradients)
+        return loss
+
+    def _grad_buffers(self) -> list[Upstream]:
+        """Return Megatron's gradient buffers of all chunks."""
+        return [
+            buffer for chunk in self.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+        ]
 
     def _begin_step(self, batch: StepBatch) -> None:
         """Give the MoE and MTP losses the counts that they are averaged over."""

@@ -1,4 +1,7 @@
-"""Signals that end a process before training handles them: they raise an exception, so that cleanup runs."""
+"""Signals that end a process before training: they raise an exception, so that cleanup runs.
+
+`mca_train.trainer.sigterm` handles SIGTERM during training.
+"""
 
 import signal
 from collections.abc import Iterator

@@ -12,6 +12,7 @@ from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.templates import get_family
 from mca_models.templates.parts.layer_costs import SavedTensor
+from mca_models.templates.parts.vision_tower import AudioTower
 from mca_train.plan.sizes import Sizes
 from mca_train.plan.vision_memory import Images
 
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 
 SECONDS = 30.0
 """Default length of a clip in a plan."""
-_FRAMES = 100
-"""Frames of a spectrogram per second, of all towers here."""
+_BANDS = 128
+"""Bands of the spectrogram of Gemma 4, which its configuration does not name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,11 +33,19 @@ class _Kind:
         attention: Elements that a layer's attention saves per position, in multiples of the hidden size.
         strided: The convolutions are over time and frequency, and an encoder's position is a token.
         window: All clips have the frames of the longest.
+        windows: Longer clips are several windows.
+        rate: Frames per second.
+        seconds: Longest clip; None: any length, or that of a window.
+        frames_first: The input has frames before bands.
     """
 
     attention: int = 5
     strided: bool = False
     window: bool = False
+    windows: bool = False
+    rate: int = 100
+    seconds: float | None = None
+    frames_first: bool = False
 
 
 _KINDS = {
@@ -44,6 +53,11 @@ _KINDS = {
     "qwen2_5_omni_audio_encoder": _Kind(),
     "qwen3_omni_moe_audio_encoder": _Kind(strided=True),
     "qwen3_asr_encoder": _Kind(strided=True),
+    "voxtral_encoder": _Kind(window=True, windows=True),
+    "audioflamingo3_encoder": _Kind(attention=8, window=True, windows=True),
+    "glmasr_encoder": _Kind(window=True, windows=True),
+    "gemma4_audio": _Kind(attention=108, strided=True, seconds=30, frames_first=True),
+    "gemma4_unified_audio": _Kind(strided=True, rate=25, frames_first=True),
 }
 
 
@@ -60,9 +74,9 @@ class Clips:
         channels: Channels of strided convolutions.
         count: Clips per sequence.
         frames: Frames of each clip.
-        computed: Frames of each that the tower computes.
+        computed: Frames of each window that the tower computes.
         tokens: Tokens of each.
-        mask: Input of the tower that marks the frames of a clip.
+        mask: Input of the tower that marks the frames of a clip; empty: there is none.
         trained: Trained parts of the model.
     """
 
@@ -78,11 +92,21 @@ class Clips:
     tokens: int
     mask: str
     trained: "frozenset[Part]"
+    windows: int = 1
+    """Windows of each."""
+    halvings: tuple[int, ...] = ()
+    """Channels of convolutions of Gemma 4, each of which halves frames and bands."""
+
+    @property
+    def frames_first(self) -> bool:
+        """Whether the input has frames before bands."""
+        return _KINDS[self.kind].frames_first
 
     @property
     def positions(self) -> int:
         """Positions of the encoder for the clips of one sequence."""
-        return self.count * (self.tokens if _KINDS[self.kind].strided else self.computed // 2)
+        own = self.tokens if _KINDS[self.kind].strided else self.windows * self.computed // 2
+        return self.count * own
 
     def flops(self, sequences: int) -> float:
         """Return the forward FLOPs of the layers for ``sequences``."""
@@ -91,8 +115,9 @@ class Clips:
 
     def __str__(self) -> str:
         trained = "trained" if "audio" in self.trained else "frozen"
+        seconds = self.frames / _KINDS[self.kind].rate
         return (
-            f"{self.count} of {self.frames / _FRAMES:g} seconds in each sequence, {self.tokens} tokens each, {trained} "
+            f"{self.count} of {seconds:g} seconds in each sequence, {self.tokens} tokens each, {trained} "
             "tower; --clips N, --clip_seconds S"
         )
 
@@ -107,12 +132,19 @@ class Clips:
             found.append(
                 SavedTensor("audio tower", 1.0 * elements * self.positions * self.depth * layer, where)
             )
-            found.append(SavedTensor("spectrograms", 1.0 * elements * self.count * self._front, where))
+            found.append(
+                SavedTensor("spectrograms", 1.0 * elements * self.count * self.windows * self._front, where)
+            )
         return found
 
     @property
     def _front(self) -> int:
         """Elements that the convolutions save for one clip."""
+        if not self.depth:
+            return self.computed * self.bands
+        if self.halvings:  # output, norm in fp32 and activation of each convolution
+            sides = [self.bands // 4**step * channels for step, channels in enumerate(self.halvings, 1)]
+            return int(self.computed * (self.bands + 4 * sum(sides)))
         if not _KINDS[self.kind].strided:
             return self.computed * (self.bands + 3 * self.hidden)
         halved = sum(self.bands // 2**step * self.channels * 2 // 2**step for step in (1, 2, 3))
@@ -154,24 +186,7 @@ def plan_clips(
                 "supports no audio; remove --clips"
             )
         return None
-    kind, frames = _KINDS[sizes["model_type"]], round((seconds or SECONDS) * _FRAMES)
-    most = 2 * sizes.get("max_source_positions", 1500)
-    if kind.window and frames > most:
-        raise UsageError(f"--clip_seconds {seconds:g}: {config.model_type} hears {most / _FRAMES:g} seconds")
-    clips = Clips(
-        kind=sizes["model_type"],
-        depth=sizes["encoder_layers"],
-        hidden=sizes["d_model"],
-        inner=sizes["encoder_ffn_dim"],
-        bands=sizes["num_mel_bins"],
-        channels=sizes.get("downsample_hidden_size", 0),
-        count=1 if count is None else count,
-        frames=frames,
-        computed=most if kind.window else frames,
-        tokens=family.audio.tokens(config, frames),
-        mask=family.audio.mask or "",
-        trained=trained,
-    )
+    clips = _clips(config, sizes, family.audio, 1 if count is None else count, seconds, trained)
     needed = clips.count * (clips.tokens + 1)
     if needed > room:
         if count is None and seconds is None:
@@ -181,6 +196,46 @@ def plan_clips(
             "shorter clips (--clip_seconds), or a larger seq_length"
         )
     return clips if clips.count else None
+
+
+def _clips(
+    config: McaModelConfig,
+    sizes: JsonObject,
+    tower: AudioTower,
+    count: int,
+    seconds: float | None,
+    trained: "frozenset[Part]",
+) -> Clips:
+    """Return ``count`` clips of ``seconds`` for a tower with these ``sizes``."""
+    kind = _KINDS[sizes["model_type"]]
+    frames = round((seconds or SECONDS) * kind.rate)
+    most = 2 * (sizes.get("max_source_positions") or sizes.get("max_position_embeddings") or 1500)
+    longest = most / kind.rate if kind.window and not kind.windows else kind.seconds
+    if longest is not None and frames > longest * kind.rate:
+        raise UsageError(
+            f"--clip_seconds {seconds:g}: {config.model_type} hears {longest:g} seconds; set at most that"
+        )
+    full, rest = divmod(frames, most) if kind.windows else (0, frames)
+    windows = full + (rest > 0)
+    if tower.mask is None:  # all frames of a window count
+        full, rest = windows, 0
+    hidden = sizes.get("d_model") or sizes.get("hidden_size") or sizes["audio_embed_dim"]
+    return Clips(
+        kind=sizes["model_type"],
+        depth=sizes.get("encoder_layers") or sizes.get("num_hidden_layers") or 0,
+        hidden=hidden,
+        inner=sizes.get("encoder_ffn_dim") or sizes.get("intermediate_size") or 4 * hidden,
+        bands=sizes.get("num_mel_bins") or sizes.get("audio_embed_dim") or _BANDS,
+        channels=sizes.get("downsample_hidden_size", 0),
+        count=count,
+        frames=frames,
+        computed=most if kind.window else frames,
+        tokens=full * tower.tokens(config, most) + (tower.tokens(config, rest) if rest else 0),
+        mask=tower.mask or "",
+        trained=trained,
+        windows=windows,
+        halvings=tuple(sizes.get("subsampling_conv_channels") or ()),
+    )
 
 
 def _sizes(config: McaModelConfig) -> JsonObject | None:
@@ -197,19 +252,21 @@ def _sizes(config: McaModelConfig) -> JsonObject | None:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedMedia:
-    """Images and audio clips of each sequence.
+    """Images, videos and audio clips of each sequence.
 
     Args:
         images: The images; None: there are none.
+        videos: The frames of videos; None: there are none.
         clips: The clips; None: there are none.
     """
 
     images: Images | None = None
+    videos: Images | None = None
     clips: Clips | None = None
 
     @property
     def _parts(self) -> "tuple[Images | Clips, ...]":
-        return tuple(part for part in (self.images, self.clips) if part is not None)
+        return tuple(part for part in (self.images, self.videos, self.clips) if part is not None)
 
     @property
     def trained(self) -> "frozenset[Part]":
@@ -218,13 +275,13 @@ class PlannedMedia:
 
     def flops(self, sequences: int) -> tuple[float, float]:
         """Return the forward FLOPs of the towers for ``sequences``, and those of trained towers."""
-        found = {part: part.flops(sequences) for part in self._parts}
+        found = [(part, part.flops(sequences)) for part in self._parts]
         trained = [
             flops
-            for part, flops in found.items()
+            for part, flops in found
             if ("audio" if isinstance(part, Clips) else "vision") in self.trained
         ]
-        return sum(found.values()), sum(trained)
+        return sum(flops for _, flops in found), sum(trained)
 
     def lines(self, sizes: Sizes) -> list[SavedTensor]:
         """Return the tensors that a micro-batch's media save for the backward pass."""
@@ -232,4 +289,6 @@ class PlannedMedia:
 
     def running(self, sizes: Sizes) -> float:
         """Return the peak bytes of the towers' forward passes if they save nothing."""
-        return max(part.running(sizes) for part in self._parts)
+        seen = [part.running(sizes) for part in (self.images, self.videos) if part is not None]
+        heard = 0.0 if self.clips is None else self.clips.running(sizes)
+        return max(sum(seen), heard)  # images and frames are computed together

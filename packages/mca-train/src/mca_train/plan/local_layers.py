@@ -11,6 +11,7 @@ from mca_models.templates.parts.layer_costs import CHUNK, SINGLE, ExpertSizes, M
 from mca_models.templates.parts.lightning_attention import LIGHTNING_COSTS
 from mca_models.templates.parts.mamba import MAMBA_COSTS, num_heads
 from mca_models.templates.parts.mla import latent_sizes, saved_core
+from mca_models.templates.parts.selective_scan import SCAN_COSTS
 from mca_models.templates.parts.short_convolution import CONVOLUTION_COSTS
 from mca_train.plan.sizes import Sizes
 
@@ -18,6 +19,7 @@ MIXERS: Mapping[str, MixerCosts] = {
     "linear_attention": DELTA_NET_COSTS,
     "lightning": LIGHTNING_COSTS,
     "mamba": MAMBA_COSTS,
+    "selective_scan": SCAN_COSTS,
     "conv": CONVOLUTION_COSTS,
 }
 """Costs of modules in place of attention by layer type."""

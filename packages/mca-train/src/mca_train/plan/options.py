@@ -63,7 +63,16 @@ class PlanOptions:
     image_size: int | None = field(
         default=None, metadata=_flag("PIXELS", "length of each side of an image; default: 448")
     )
-
+    videos: int | None = field(
+        default=None,
+        metadata=_flag("N", "number of videos in each sequence of a model that takes them; default: none"),
+    )
+    video_frames: int | None = field(
+        default=None,
+        metadata=_flag(
+            "FRAMES", "frames of a video that the model sees, before frames are merged; default: 32"
+        ),
+    )
     clips: int | None = field(
         default=None,
         metadata=_flag(
@@ -79,20 +88,27 @@ class PlanOptions:
     def __post_init__(self) -> None:
         if self.gpus is not None and self.gpus < 1:
             raise UsageError(f"--gpus {self.gpus}: expected at least 1")
-        if self.images is not None and self.images < 0:
-            raise UsageError(f"--images {self.images}: expected 0 or more")
-        if self.clips is not None and self.clips < 0:
-            raise UsageError(f"--clips {self.clips}: expected 0 or more")
-        if self.clip_seconds is not None and not 0 < self.clip_seconds < float("inf"):
-            raise UsageError(f"--clip_seconds {self.clip_seconds:g}: expected more than 0")
-        if self.image_size is not None and self.image_size < 1:
-            raise UsageError(f"--image_size {self.image_size}: expected at least 1")
+        self._check_media()
         if self.search and self.gpus is None:
             raise UsageError("--search looks for layouts of a number of devices; add --gpus N")
         if self.search and (self.dry_run or self.plot is not None):
             raise UsageError("--search excludes --dry_run and --plot; plan a layout that it prints with them")
         if self.hardware is not None and self.device is None:
-            raise UsageError("--hardware FILE does nothing without --device NAME, which it may define")
+            raise UsageError(
+                "--hardware FILE does nothing without --device NAME, which it may define; add --device"
+            )
+
+    def _check_media(self) -> None:
+        """Raise an error for a number of media that makes no sense."""
+        counts = {"--images": self.images, "--videos": self.videos, "--clips": self.clips}
+        for flag, count in counts.items():
+            if count is not None and count < 0:
+                raise UsageError(f"{flag} {count}: expected 0 or more")
+        for flag, size in {"--image_size": self.image_size, "--video_frames": self.video_frames}.items():
+            if size is not None and size < 1:
+                raise UsageError(f"{flag} {size}: expected at least 1")
+        if self.clip_seconds is not None and not 0 < self.clip_seconds < float("inf"):
+            raise UsageError(f"--clip_seconds {self.clip_seconds:g}: expected more than 0")
 
     def render_impossible(self, problems: Sequence[str]) -> str:
         """Return the text, or the JSON object, about a run that no hardware can run."""

@@ -34,6 +34,7 @@ def render(plan: Plan, settings: Settings, model: McaModelConfig, device: Device
         f"layers       {_LAYERS[plan.implementation]}"
         + (f", on {device.name}: {device.usable_gib:.1f} GiB usable" if device else ""),
         *([f"images       {plan.media.images}"] if plan.media and plan.media.images else []),
+        *([f"videos       {plan.media.videos}"] if plan.media and plan.media.videos else []),
         *([f"audio        {plan.media.clips}"] if plan.media and plan.media.clips else []),
         *([_FP8.format("two copies" if plan.fp8_copies > 1 else "one copy")] if plan.fp8_copies else []),
         "",
@@ -128,6 +129,7 @@ def plan_document(
         "tokens_per_step": plan.tokens_per_step,
         "bubble": plan.bubble,
         "images": _images_document(plan.media.images if plan.media else None),
+        "videos": _videos_document(plan.media.videos if plan.media else None),
         "clips": _clips_document(plan.media.clips if plan.media else None),
         "device": asdict(device) | {"usable_bytes": int(device.usable_gib * GIB)} if device else None,
         "stages": stages,
@@ -135,6 +137,13 @@ def plan_document(
             {"changes": remedy.changes, "bytes": remedy.needs, "fits": remedy.fits} for remedy in remedies
         ],
     }
+
+
+def _videos_document(videos: Images | None) -> JsonObject | None:
+    if videos is None or videos.videos is None:
+        return None
+    number, tokens = videos.videos.videos, videos.count * videos.tokens
+    return {"in_each_sequence": number, "frames": videos.videos.frames, "tokens": tokens}
 
 
 def _clips_document(clips: Clips | None) -> JsonObject | None:

@@ -1,11 +1,11 @@
-"""Images that a plan assumes per sequence, and the activation memory of the vision tower.
+"""Images and videos that a plan assumes per sequence, and the activation memory of the vision tower.
 
 Towers are classes of transformers, replicated on every rank of the first stage. The lines are taken from dry runs.
 """
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isqrt
 from typing import TYPE_CHECKING, Literal
 
@@ -13,8 +13,10 @@ from mca_config.errors import UsageError
 from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Values
+from mca_models.media import tile_order
 from mca_models.templates import get_family
 from mca_models.templates.parts.layer_costs import SINGLE, SavedTensor
+from mca_models.templates.parts.llava import count_tiles
 from mca_train.plan.sizes import Sizes
 
 if TYPE_CHECKING:
@@ -22,8 +24,15 @@ if TYPE_CHECKING:
 
 PIXELS = 448
 """Default side of an image in a plan."""
-Form = Literal["patches", "tiles", "sizes", "pooled"]
-"""Input of a tower: a grid of patches, images of one size, images with their sizes, or padded patches of images."""
+FRAMES = 32
+"""Default number of frames of a video in a plan."""
+FRAME_TOKENS = 70
+"""Tokens of a frame of Gemma 4, by default of its video processor."""
+FRAME_WORDS = 10
+"""Tokens of the time of a frame and of the marks around it, which most families write."""
+Form = Literal["patches", "tiles", "sizes", "pooled", "lone_tiles", "marked_tiles", "joined_tiles", "shapes"]
+"""Input of a tower: a grid of patches, images of one size, images with their sizes, padded patches of images, the same
+with their rows and columns; or tiles: one for each image, with marks that have features, or joined with their sizes."""
 ImageLayout = tuple[Form, int | None, int]
 """Form, fixed side in pixels (None: any), and patches along a side of a token."""
 
@@ -44,6 +53,8 @@ class _Block:
 
 
 _GATED = _Block(inner=4, single=2)
+_TILES: dict[str, Form] = {"row_column_tiles": "lone_tiles", "word_marks": "marked_tiles"}
+"""Forms of the input of towers, by the kind of image tokens."""
 _BLOCKS = {
     "qwen2_5_vl_vision": _GATED,
     "qwen2_5_omni_vision_encoder": _GATED,
@@ -57,6 +68,10 @@ _BLOCKS = {
     "llama4_vision_model": _Block(attention=4),  # RoPE of complex numbers, which saves no copy
     "pixtral": _Block(attention=4, inner=4, single=2),
     "gemma4_vision": _Block(inner=4, single=13),  # four norms, and those of q, k and v
+    "idefics3_vision": _Block(attention=4),  # SigLIP on patches of images of any size
+    "smolvlm_vision": _Block(attention=4),
+    "siglip2_vision_model": _Block(attention=4),
+    "ovis2_vision": _Block(attention=4, inner=4, single=2),
 }
 """Towers that differ from Qwen3-VL's."""
 
@@ -82,6 +97,12 @@ class VisionTower:
     """Number of projectors: one for the last layer, and one per DeepStack layer."""
     side: int | None
     """Pixels along a side of every image or tile; None: any."""
+    temporal: int = 1
+    """Frames of a video that are merged into one."""
+    tile: int = 0
+    """Pixels along a side of a tile, of which an image of any size has several; 0: it has none."""
+    words: int = 0
+    """Visual words, of which a feature is a mixture."""
 
     @classmethod
     def from_config(cls, config: McaModelConfig) -> "VisionTower | None":
@@ -95,11 +116,12 @@ class VisionTower:
             pictures: ImageLayout = "patches", None, sizes["spatial_merge_size"]
         elif "merge_kernel_size" in sizes:
             pictures = "patches", None, _square_side(sizes["merge_kernel_size"])
-        elif sizes["model_type"] in _BLOCKS and not _is_joined(config):
+        elif sizes["model_type"] in _BLOCKS:
             pictures = _image_layout(config, config.vision_fields, sizes)
         else:
             return None
         form, side, merge = pictures
+        tile = _square_side(sizes["image_size"]) if form == "joined_tiles" else 0
         hidden, patch = sizes.get("embed_dim") or sizes["hidden_size"], _square_side(sizes["patch_size"])
         return cls(
             kind=sizes["model_type"],
@@ -113,6 +135,9 @@ class VisionTower:
             values=sizes.get("in_channels", 3) * sizes.get("temporal_patch_size", 1) * patch**2,
             projectors=1 + given(config.vision).deepstack_layers,
             side=side,
+            temporal=sizes.get("temporal_patch_size", 1),
+            tile=tile,
+            words=sizes["vocab_size"] if form == "marked_tiles" else 0,
         )
 
     @classmethod
@@ -150,21 +175,22 @@ def _image_layout(config: McaModelConfig, vision: Values, sizes: Values) -> Imag
     """Return the image layout of towers that take full images."""
     if sizes["model_type"] == "pixtral":
         return "sizes", None, vision.get("spatial_merge_size", 2)
+    family = get_family(config.model_type).vision
+    assert family is not None, "a tower belongs to a family with images"
+    if family.image_tokens == "thumbnail_tiles":
+        return "shapes", None, vision.get("downsample_factor", 2)
+    if family.image_tokens == "joined_tiles":
+        return "joined_tiles", None, 1
     side = _square_side(sizes["image_size"])
     if sizes["model_type"] == "internvl_vision":
         return "tiles", side, int(1 / vision.get("downsample_ratio", 0.5))
-    family = get_family(config.model_type).vision
-    assert family is not None and family.tokens_per_image is not None, (
-        "such a tower gives a fixed number of tokens"
-    )
+    assert family.tokens_per_image is not None, "such a tower gives a fixed number of tokens"
     tokens = family.tokens_per_image(config)
-    return "tiles", side, max(side // _square_side(sizes["patch_size"]) // isqrt(tokens), 1)
-
-
-def _is_joined(config: McaModelConfig) -> bool:
-    """Return True for tiles of which a plan does not know how many an image has."""
-    family = get_family(config.model_type).vision
-    return family is not None and family.image_tokens == "joined_tiles"
+    return (
+        _TILES.get(family.image_tokens or "", "tiles"),
+        side,
+        max(side // _square_side(sizes["patch_size"]) // isqrt(tokens), 1),
+    )
 
 
 def _square_side(size: int | Sequence[int]) -> int:
@@ -172,21 +198,55 @@ def _square_side(size: int | Sequence[int]) -> int:
     return size if isinstance(size, int) else size[0]
 
 
+@dataclass(frozen=True)
+class Extent:
+    """Tokens and tiles of one image, or of a video whose frames are tiles, where they do not follow from its side."""
+
+    tokens: int
+    tiles: int = 1
+
+
+@dataclass(frozen=True)
+class VideoCount:
+    """Videos of a sequence.
+
+    Args:
+        videos: Number of videos.
+        frames: Frames of each that the model sees.
+    """
+
+    videos: int
+    frames: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Images:
-    """Images of one size in each sequence.
+    """Images of one size in each sequence, or the frames of videos, which towers compute as images.
 
     Args:
         tower: Vision tower.
         count: Images per sequence.
         pixels: Side in pixels, rounded as image processors do.
         trained: Trained parts of the model.
+        extent: Tokens and tiles of each; None: a square of merged patches.
+        videos: Videos whose frames they are; None: they are images.
+        words: Tokens of text next to each.
     """
 
     tower: VisionTower
     count: int
     pixels: int
     trained: "frozenset[Part]"
+    extent: Extent | None = None
+    videos: VideoCount | None = None
+    words: int = 1
+    counts_company: bool = False
+    """The tower takes the number of images in each sequence."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sequence that they and the text next to them take."""
+        return self.count * (self.tokens + self.words)
 
     @property
     def side(self) -> int:
@@ -196,12 +256,18 @@ class Images:
     @property
     def tokens(self) -> int:
         """Tokens of one image."""
-        return self.side**2
+        return self.side**2 if self.extent is None else self.extent.tokens
 
     @property
     def patches(self) -> int:
         """Patches of the images of one sequence."""
-        return self.count * self.tokens * self.tower.merge**2
+        return self.count * (1 if self.extent is None else self.extent.tiles) * self._attended
+
+    @property
+    def _attended(self) -> int:
+        """Patches of an image, or of a tile, which attend to each other."""
+        tower = self.tower
+        return (tower.tile // tower.patch) ** 2 if tower.tile else self.side**2 * tower.merge**2
 
     def flops(self, sequences: int) -> float:
         """Return the forward FLOPs for ``sequences``: GEMMs, attention within images, and projectors."""
@@ -209,12 +275,19 @@ class Images:
         merged = tower.hidden * tower.merge**2
         factors = 3 if _BLOCKS.get(tower.kind, _Block()).inner == _GATED.inner else 2
         layer = 4 * tower.hidden**2 + factors * tower.hidden * tower.inner
-        layer += 2 * tower.hidden * self.tokens * tower.merge**2  # scores and their products with values
-        projected = tower.projectors * (merged + tower.features) * tower.hidden
+        layer += 2 * tower.hidden * self._attended  # scores and their products with values
+        projected = 1.0 * tower.projectors * (merged + tower.features) * tower.hidden
+        projected += tower.words * (tower.hidden + tower.features / tower.merge**2)
         return 2.0 * patches * (tower.depth * layer + tower.values * tower.hidden + projected)
 
     def __str__(self) -> str:
         trained = "trained" if "vision" in self.trained else "frozen"
+        if self.videos is not None:
+            return (
+                f"{self.videos.videos} of {self.videos.frames} frames of {self.pixels} x {self.pixels} pixels in each "
+                f"sequence, {self.count * self.tokens} tokens, {trained} tower; --videos N, --video_frames FRAMES, "
+                "--image_size PIXELS"
+            )
         return (
             f"{self.count} of {self.pixels} x {self.pixels} pixels in each sequence, {self.tokens} tokens each, "
             f"{trained} tower; --images N, --image_size PIXELS"
@@ -237,6 +310,9 @@ class Images:
             found.append(
                 SavedTensor("projector", 4 * tower.projectors * merged, f"transformers: {tower.kind}")
             )
+            if tower.words:
+                words = patches / tower.merge**2 * tower.words * (sizes.width + SINGLE)
+                found.append(SavedTensor("visual words", words, f"transformers: {tower.kind}"))
         return found
 
     def _block(self, sizes: Sizes) -> float:
@@ -287,18 +363,94 @@ def plan_images(
             f"--image_size {pixels}: images of {config.model_type}, or their tiles, are all of {tower.side} pixels; "
             "leave it out, and count tiles by --images"
         )
+    number, size = 1 if count is None else count, pixels or tower.side or PIXELS
     images = Images(
         tower=tower,
-        count=1 if count is None else count,
-        pixels=pixels or tower.side or PIXELS,
+        count=number,
+        pixels=size,
         trained=trained,
+        extent=_extent(config, tower, size, number),
+        counts_company=_counts_company(config),
     )
-    needed = images.count * (images.tokens + 1)
-    if needed > seq_length:
+    if images.length > seq_length:
         if count is None and pixels is None:
             return None
         raise UsageError(
-            f"--images {images.count}: they are {needed} tokens, and seq_length is {seq_length}; use fewer or smaller "
-            "images (--image_size), or a larger seq_length"
+            f"--images {images.count}: they are {images.length} tokens, and seq_length is {seq_length}; use fewer or "
+            "smaller images (--image_size), or a larger seq_length"
         )
     return images if images.count else None
+
+
+def _counts_company(config: McaModelConfig) -> bool:
+    family = get_family(config.model_type).vision
+    return family is not None and family.tokens_together is not None
+
+
+def _extent(config: McaModelConfig, tower: VisionTower, pixels: int, count: int) -> Extent | None:
+    """Return tokens and tiles of each of ``count`` images in a sequence."""
+    family = get_family(config.model_type).vision
+    assert family is not None, "a tower belongs to a family with images"
+    if tower.form == "marked_tiles" and family.tokens_per_image is not None:
+        order = tile_order(1, 1)
+        return Extent(len(order) - 1 + family.tokens_per_image(config))
+    if tower.form != "joined_tiles" or family.tokens_of_size is None:
+        return None
+    if count > 1 and family.tokens_together is not None:
+        return Extent(family.tokens_together(config))
+    return Extent(family.tokens_of_size(config, pixels, pixels), count_tiles(config, pixels, pixels))
+
+
+def plan_videos(
+    config: McaModelConfig,
+    trained: "frozenset[Part]",
+    room: int,
+    *,
+    takes: bool,
+    count: int | None = None,
+    frames: int | None = None,
+    pixels: int | None = None,
+) -> Images | None:
+    """Return the videos of each sequence in a plan, as images.
+
+    Args:
+        config: Model configuration.
+        trained: Parts of the model.
+        room: Tokens of a sequence without images.
+        takes: The task supports media.
+        count: Requested number; None: none, or one if frames are requested.
+        frames: Requested frames of each that the model sees; None: `FRAMES`.
+        pixels: Requested side of a frame; None: `PIXELS`, or what the model takes.
+
+    Raises:
+        UsageError: The requested videos are not possible.
+    """
+    if not count and frames is None:
+        return None
+    family, tower = get_family(config.model_type).vision, VisionTower.from_config(config) if takes else None
+    if tower is None or family is None or family.video_tokens is None:
+        raise UsageError(
+            f"--videos: a {config.model_type} model takes no videos, or this kind of run supports none; remove --videos"
+        )
+    number, seen = 1 if count is None else count, FRAMES if frames is None else frames
+    made = Images(
+        tower=tower,
+        count=number * -(-seen // tower.temporal),
+        pixels=pixels or tower.side or PIXELS,
+        trained=trained,
+        videos=VideoCount(number, seen),
+        words=1 if family.video_tokens == "together" else FRAME_WORDS,
+        counts_company=_counts_company(config),
+    )
+    if tower.form == "pooled":
+        unit = tower.patch * tower.merge
+        made = replace(made, pixels=isqrt(FRAME_TOKENS) * unit)
+    if family.tokens_per_frame is not None:
+        tokens = seen * family.tokens_per_frame(config) + 1
+        made = replace(made, count=number, pixels=tower.tile, extent=Extent(tokens, seen), words=1)
+    if made.length > room:
+        raise UsageError(
+            f"--videos {number}: they are {made.length} tokens, and a sequence has {room} without images; use fewer "
+            "or smaller frames (--video_frames, --image_size), or a larger seq_length"
+        )
+    return made if number else None

@@ -1,6 +1,7 @@
 """The keys of each kind of run, from the dataclasses that parse a run, and their help."""
 
 import dataclasses
+import re
 import textwrap
 import typing
 from collections.abc import Iterable, Iterator, Sequence
@@ -99,7 +100,7 @@ def declared_keys(cls: type, group: str) -> Iterator[Key]:
                 name=field.name,
                 hint=hints[field.name],
                 default=_default(field),
-                help=" ".join(str(field.metadata.get("help", "")).split()),
+                help=re.sub(r"\bNone:", "unset:", " ".join(str(field.metadata.get("help", "")).split())),
                 group=group,
             )
 

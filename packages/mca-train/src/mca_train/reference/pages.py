@@ -4,7 +4,6 @@ Run ``python -m mca_train.reference.pages docs/*.md``; a test fails when that is
 ``<!-- NAME -->`` and ``<!-- end NAME -->``, where NAME is one of `TABLES`.
 """
 
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 
@@ -58,7 +57,7 @@ def _rows(keys: Iterable[Key]) -> str:
         default = "" if key.default in (None, "", [], {}) else f"`{format_default(key.default)}`"
         value = value_placeholder(key.hint).replace("|", " or ").strip("[]{}").replace(",", ", ")
         value = _VALUES.get(value, value)
-        text = re.sub(r"\bNone:", "unset:", key.help).replace("|", r"\|").replace("<", "&lt;")
+        text = key.help.replace("|", r"\|").replace("<", "&lt;")
         lines.append(f"| `{key.name}` | {value} | {default} | {text} |")
     return "\n".join(lines)
 

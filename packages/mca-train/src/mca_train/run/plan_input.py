@@ -16,7 +16,7 @@ from mca_train.plan.chunks import Implementation
 from mca_train.plan.counts import ModelCounts
 from mca_train.plan.hardware import Device
 from mca_train.plan.memory import PlanInput
-from mca_train.plan.vision_memory import plan_images
+from mca_train.plan.vision_memory import plan_images, plan_videos
 from mca_train.run.rules import Run
 
 if TYPE_CHECKING:
@@ -29,15 +29,20 @@ def planned_media(
     pixels: int | None = None,
     clips: int | None = None,
     seconds: float | None = None,
+    *,
+    videos: int | None = None,
+    frames: int | None = None,
 ) -> PlannedMedia | None:
     """Return the media per sequence in the plan of ``run``.
 
     Args:
         run: The run.
-        count: Requested number of images; None: one, if the run can have images.
-        pixels: Requested size of images.
+        count: Requested number of images; None: one, if the run can have images and no videos are requested.
+        pixels: Requested size of images, and of the frames of videos.
         clips: Requested number of audio clips; None: one, if the run can have audio.
         seconds: Requested length of clips.
+        videos: Requested number of videos; None: none.
+        frames: Requested frames of each video.
 
     Raises:
         UsageError: The request is not possible.
@@ -47,10 +52,16 @@ def planned_media(
     if settings.lora.adapter_name_or_path is not None:
         trained = adapted_parts(settings.lora.adapter_name_or_path, run.model)
     length, takes = settings.data.seq_length, run.task.takes_images
-    images = plan_images(run.model, trained, length, takes=takes, count=count, pixels=pixels)
-    room = length - (images.count * (images.tokens + 1) if images else 0)
+    alone = count is None and (videos or frames)  # videos without images
+    images = None
+    if not alone:
+        images = plan_images(run.model, trained, length, takes=takes, count=count, pixels=pixels)
+    room = length - (images.length if images else 0)
+    watched = plan_videos(run.model, trained, room, takes=takes, count=videos, frames=frames, pixels=pixels)
+    room -= watched.length if watched else 0
     heard = plan_clips(run.model, trained, room, takes=takes, count=clips, seconds=seconds)
-    return PlannedMedia(images=images, clips=heard) if images or heard else None
+    found = PlannedMedia(images=images, videos=watched, clips=heard)
+    return found if images or watched or heard else None
 
 
 def make_image_check(run: Run, target: "Target | None") -> Callable[[ParallelLayout], list[str]]:

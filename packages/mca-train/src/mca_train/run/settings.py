@@ -46,7 +46,9 @@ def read_yaml(path: Path) -> JsonObject:
     if path.is_dir():
         raise UsageError(f"configuration file {path} is a directory; name a YAML file")
     if not path.exists():
-        raise UsageError(f"configuration file {path} does not exist")
+        raise UsageError(
+            f"configuration file {path} does not exist; mca-train init KIND MODEL {path} writes one"
+        )
     if not path.is_file():
         raise UsageError(
             f"configuration file {path} is a pipe or a device, but every rank reads it; name a file"

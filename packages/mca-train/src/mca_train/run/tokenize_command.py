@@ -46,7 +46,7 @@ def tokenize(values: Values, where: str, output_prefix: str | None) -> int:
     settings = make_settings(task, with_directories(values, only="tokenizer"), where)
     raise_problems(data_files(task, settings), where, kind=UsageError)
     if settings.data.datasets:
-        raise UsageError(f"{where}: mca-train tokenize reads train_file, not datasets")
+        raise UsageError(f"{where}: mca-train tokenize reads train_file, not datasets; set train_file")
     with raising_usage_errors():
         tokenizer = load_tokenizer(settings)
 

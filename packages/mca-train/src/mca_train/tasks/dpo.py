@@ -41,7 +41,9 @@ class DpoArguments(ReferenceArguments):
     )
     dpo_beta: float = field(
         default=0.1,
-        metadata={"help": "How strongly the model is kept near the reference; orpo: weight of the odds."},
+        metadata={
+            "help": "Strength of the KL penalty against the reference; orpo: weight of the odds ratio."
+        },
     )
     dpo_label_smoothing: float = field(
         default=0.0,

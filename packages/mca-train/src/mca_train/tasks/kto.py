@@ -27,7 +27,7 @@ class KtoArguments(ReferenceArguments):
     """Options of ``mca-train kto``."""
 
     kto_beta: float = field(
-        default=0.1, metadata={"help": "How strongly the model is kept near the reference."}
+        default=0.1, metadata={"help": "Strength of the KL penalty against the reference."}
     )
     desirable_weight: float = field(default=1.0, metadata={"help": "Weight of good answers in the loss."})
     undesirable_weight: float = field(default=1.0, metadata={"help": "Weight of bad answers in the loss."})

@@ -153,6 +153,7 @@ class Task(ABC):
         """
         raise UsageError(
             f"datasets: {prefix} is an indexed dataset, which only mca-train pretrain reads, not {self.name}"
+            "; set files of rows"
         )
 
     def problems(self, settings: "Settings") -> Iterator[str]:

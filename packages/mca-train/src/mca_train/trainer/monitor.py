@@ -22,7 +22,7 @@ from mca_train.metrics.meter import LossReport
 from mca_train.metrics.stragglers import Stragglers
 from mca_train.metrics.throughput import Throughput
 from mca_train.trainer.hang_detector import HangDetector
-from mca_train.trainer.stop_request import StopSignal
+from mca_train.trainer.sigterm import StopSignal
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer

@@ -76,7 +76,9 @@ def require_same_names(source: ModelSource, config: McaModelConfig, where: str) 
     there = {param.mca_name() for param in built if param.alias_of is None}
     here = {p.mca_name() for p in get_family(config.model_type).params(config) if p.alias_of is None}
     if faults := name_differences(there, here):
-        raise McaError(f"{where}: holds another model than this one: {faults}")
+        raise McaError(
+            f"{where}: holds another model than this one: {faults}; name a checkpoint of this model"
+        )
 
 
 @torch.no_grad()

@@ -67,6 +67,7 @@ from mca_models.megatron.features.norms import (
 from mca_models.megatron.features.per_layer_embedding import PER_LAYER_EMBEDDING
 from mca_models.megatron.features.rope import DUAL_ROPE, ROPE
 from mca_models.megatron.features.router_replay import ROUTER_REPLAY
+from mca_models.megatron.features.selective_scan import SELECTIVE_SCAN
 from mca_models.megatron.features.shared_kv import SHARED_KV
 from mca_models.megatron.features.short_convolution import SHORT_CONVOLUTION
 from mca_models.megatron.features.shortcut_moe import SHORTCUT_MOE
@@ -124,6 +125,7 @@ FEATURES: tuple[Feature, ...] = (
     CLIPPED_QKV,
     ATTENTION_BIASES,
     MAMBA,
+    SELECTIVE_SCAN,
     SINGLE_BLOCKS,
     XIELU,
     OUTPUT_BIAS,

@@ -21,6 +21,7 @@ _MODULES: Mapping[str, tuple[str, str]] = {
     "chunk_gated_delta_rule": ("fla.ops.gated_delta_rule", "flash-linear-attention"),
     "chunk_kda": ("fla.ops.kda", "flash-linear-attention"),
     "causal_conv1d_fn": ("causal_conv1d", "causal-conv1d"),
+    "selective_scan_fn": ("mamba_ssm.ops.selective_scan_interface", "mamba-ssm"),
     "mamba_chunk_scan_combined": ("mamba_ssm.ops.triton.ssd_combined", "mamba-ssm"),
 }
 """Module and package of each kernel by name."""

@@ -99,7 +99,10 @@ def _require_covered(ids: Tensor, places: Sequence[ImageSpan], config: McaModelC
     covered = torch.zeros_like(is_known)
     for place in places:
         if place.start + place.tokens > len(ids):
-            raise McaError(f"an {place.medium} ends at token {place.start + place.tokens} of {len(ids)}")
+            raise McaError(
+                f"an {place.medium} ends at token {place.start + place.tokens} of {len(ids)}"
+                "; pass the input_ids of the processor uncut"
+            )
         covered[place.start : place.start + place.tokens] = True
     if torch.equal(covered, is_known):
         return
@@ -130,6 +133,7 @@ def _locate(ids: Tensor, items: Mapping[str, list[_Item]], config: McaModelConfi
         if (wanted := sum(item.tokens for item in own)) != len(left):
             raise McaError(
                 f"input_ids have {len(left)} placeholders of {medium}s, but the processor's outputs are for {wanted}"
+                "; pass the input_ids that the processor returned with them"
             )
         for item in own:
             where, left = left[: item.tokens], left[item.tokens :]
@@ -195,7 +199,10 @@ def _items(inputs: JsonObject, config: McaModelConfig) -> dict[str, list[_Item]]
         found[medium] = list(_videos(inputs, config))
     if audio and (clips := {name: inputs[name] for name in audio if name in inputs}):
         if absent := [name for name in audio if name not in inputs]:
-            raise McaError(f"{absent[0]} is missing among the processor's outputs, which have input_features")
+            raise McaError(
+                f"{absent[0]} is missing among the processor's outputs, which have input_features"
+                "; pass all of them"
+            )
         found["audio"] = [_Item(clip.arguments, clip.rows) for clip in split_clips(clips, config)]
     return found
 

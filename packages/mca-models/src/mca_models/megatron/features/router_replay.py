@@ -209,7 +209,7 @@ def replay_in_backward(model: GptModel, experts: Tensor | None, output: Tensor) 
 
 @contextmanager
 def routed_passes(models: Sequence[GptModel], *, record: bool = False) -> Iterator[None]:
-    """Run passes with given experts in this block, after which routers choose again.
+    """Run passes with given experts in this block, after which routers choose again. Blocks may be nested.
 
     Args:
         models: Chunks, wrapped or not.
@@ -223,7 +223,7 @@ def routed_passes(models: Sequence[GptModel], *, record: bool = False) -> Iterat
     finally:
         for model in models:
             set_routed_experts(model, None)
-            for _, choice in _choices(model):
+            for _, choice in _choices(model) if record else ():
                 choice.recorded = None
 
 

@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 CHILD = "lora"
 _BARE = (".router.weight", ".gate_weight")
+_FULL_SEQUENCE = ".x_proj.weight"
 _AXES: Mapping[int | None, Axis] = {0: "rows", 1: "columns", None: "none"}
 
 Switch = LoraLinear | LoraExperts
@@ -59,7 +60,8 @@ class LinearGroups:
         """Return the sharding of the weight of ``param``."""
         expert = param.expert is not None
         group = self.expert if expert else self.tensor
-        whole = expert or param.stage is Stage.VISION  # the full sequence on each rank
+        # the full sequence on each rank
+        whole = expert or param.stage is Stage.VISION or param.mca.endswith(_FULL_SEQUENCE)
         return Cut(
             _AXES[param.shard.axis],
             group,

@@ -104,8 +104,19 @@ def tiled_tokens(config: McaModelConfig, height: int, width: int, *, clip: bool 
         if ratio > 1.1:
             rows, columns = int(rows // ratio), int(columns // ratio)
     if not rows * columns:
-        raise McaError(f"an image of {width} x {height} pixels cannot be used: it is too narrow")
+        raise McaError(
+            f"an image of {width} x {height} pixels cannot be used: it is too narrow"
+            "; remove the row or crop the image"
+        )
     return side**2 + rows * columns + rows
+
+
+def count_tiles(config: McaModelConfig, height: int, width: int) -> int:
+    """Return the tiles of an image of ``height`` times ``width`` pixels, with the one of the whole image."""
+    about, vision = vision_values(config)
+    rows, columns = best_resolution(height, width, about.pairs("image_grid_pinpoints", _GRIDS))
+    tile = vision.size("image_size", 224)
+    return int(1 + rows // tile * (columns // tile))
 
 
 def _most_tiles(about: VisionValues) -> int:

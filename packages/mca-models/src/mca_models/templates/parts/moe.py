@@ -172,7 +172,8 @@ def mlp_layers(config: McaModelConfig, names: MoeNames) -> Iterator[Param]:
     yield from expand_rules(
         dense_mlp(config), layers=[layer for layer in layers if not config.is_moe_layer(layer)]
     )
-    yield from moe_layers(config, names, sparse)
+    if sparse:
+        yield from moe_layers(config, names, sparse)
 
 
 def moe_layers(config: McaModelConfig, names: MoeNames, layers: Sequence[int]) -> Iterator[Param]:

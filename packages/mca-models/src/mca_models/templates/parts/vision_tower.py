@@ -30,6 +30,7 @@ ImageTokenKind = Literal[
     "tiles",
     "tile_rows",
     "lines",
+    "whole_lines",
     "fixed",
     "plain",
     "pooled",
@@ -42,10 +43,10 @@ ImageTokenKind = Literal[
 ]
 """Division of an image into tokens: a grid of merged patches, the same of an image that is padded at its ends; tiles of
 equally many tokens, the same in rows with marks between them (``tile_rows``), each before a mark (``tile_breaks``), or
-behind its number (``named_tiles``); lines with a mark after each; a fixed number of tokens, with Gemma 3's marks around
-them (``fixed``) or alone (``plain``); a grid of pooled patches between Gemma 4's marks (``pooled``); tiles whose
-features are joined without their padding (``joined_tiles``); tiles behind their row and column
-(``row_column_tiles``); the same before the whole image in its own proportions (``thumbnail_tiles``);
+behind its number (``named_tiles``); lines with a mark after each, or without marks (``whole_lines``); a fixed number of
+tokens, with Gemma 3's marks around them (``fixed``) or alone (``plain``); a grid of pooled patches between Gemma 4's
+marks (``pooled``); tiles whose features are joined without their padding (``joined_tiles``); tiles behind their row and
+column (``row_column_tiles``); the same before the whole image in its own proportions (``thumbnail_tiles``);
 or the whole image before its tiles, with marks between them that have features too (``word_marks``)."""
 
 VideoTokenKind = Literal[

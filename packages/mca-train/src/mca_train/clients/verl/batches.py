@@ -1,6 +1,6 @@
 """verl's batches as micro-batches of mca, and mca's values of tokens as verl's nested tensors."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,9 +22,10 @@ from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.batching.packing import ROUTED_EXPERTS
 from mca_train.batching.routed_experts import ExpertBatching
 from mca_train.clients.verl.media import sample_images
-from mca_train.clients.verl.rollout_experts import rollout_experts
 from mca_train.groups import Ranks
 from mca_train.types import Sample, VirtualModels
+
+ExpertFunction = Callable[[TensorDict, Sequence[Tensor]], list[Tensor]]
 
 _UNSUPPORTED = {
     "calculate_sum_pi_squared": "set actor.calculate_sum_pi_squared to false",
@@ -62,9 +63,7 @@ def token_values(data: TensorDict) -> TokenValues:
     return TokenValues(temperature=float(temperature), entropy=entropy)
 
 
-def step_collator(
-    models: VirtualModels, ranks: Ranks, *, packed: bool, pad_token_id: int, replays: bool
-) -> StepCollator:
+def step_collator(models: VirtualModels, ranks: Ranks, *, packed: bool, pad_token_id: int) -> StepCollator:
     """Return the collator of this rank; a micro-batch's size and length are set by `step_batch`.
 
     Args:
@@ -72,7 +71,6 @@ def step_collator(
         ranks: This rank.
         packed: Pack the sequences of a micro-batch into one row.
         pad_token_id: Token of padding.
-        replays: The routers take the experts of the rollout.
     """
     megatron, config = models.megatron, models.config
     return StepCollator(
@@ -88,14 +86,18 @@ def step_collator(
         context_parallel_rank=ranks.context_parallel_rank,
         pad_token_id=pad_token_id,
         packed=packed,
-        experts=ExpertBatching(config=config, required=replays),
+        experts=ExpertBatching(config=config),
         images=image_batching(config, decodes=ranks.is_first_stage),
         positions=config.max_position_embeddings if config.embedding.learned_positions else None,
     )
 
 
 def step_batch(
-    micro_batches: Sequence[TensorDict], collator: StepCollator, ranks: Ranks, config: McaModelConfig
+    micro_batches: Sequence[TensorDict],
+    collator: StepCollator,
+    ranks: Ranks,
+    config: McaModelConfig,
+    experts: ExpertFunction | None = None,
 ) -> StepBatch:
     """Return the micro-batches with rows of equal number and length on all ranks; collective.
 
@@ -104,6 +106,7 @@ def step_batch(
         collator: From `step_collator`.
         ranks: This rank.
         config: Configuration of the model.
+        experts: Function from a micro-batch and its tokens to their experts; None: the routers choose.
     """
     tokens = [sequences(data) for data in micro_batches]
     multiple = 2 * ranks.layout.cp if ranks.layout.cp > 1 else 1
@@ -123,12 +126,12 @@ def step_batch(
         ]
         if not collator.packed:
             samples += [({"input_ids": group[0][:1]}, False)] * (height - len(group))
-        if collator.experts.required:
-            experts = rollout_experts(data, group)
-            experts += [experts[0][:1]] * (len(samples) - len(group))
+        if experts is not None:
+            chosen = experts(data, group)
+            chosen += [chosen[0][:1]] * (len(samples) - len(group))
             samples = [
                 (sample | {ROUTED_EXPERTS: each}, counts)
-                for (sample, counts), each in zip(samples, experts, strict=True)
+                for (sample, counts), each in zip(samples, chosen, strict=True)
             ]
         steps.append(replace(collator, length=length, micro_batch_size=len(samples))(samples))
     made = tuple(

@@ -24,6 +24,25 @@ from mca_train.types import PreTrainedTokenizerBase, TrainingArguments, Upstream
 _CONTENTS = ("model", "optimizer", "extra", "hf_model")
 
 
+def require_supported_checkpoints(config: Upstream) -> None:
+    """Raise if verl's configuration of checkpoints has an option that is not supported.
+
+    Args:
+        config: verl's ``CheckpointConfig``.
+
+    Raises:
+        McaError: It has.
+    """
+    if config.async_save:
+        raise McaError("checkpoint.async_save is not supported by the engine mca; set it to false")
+    for name in ("save_contents", "load_contents"):
+        contents: list[str] = getattr(config, name) or ["model"]
+        if "model" not in contents or not set(contents) <= set(_CONTENTS):
+            raise McaError(
+                f"checkpoint.{name} is {list(contents)}; expected 'model', and any of {', '.join(_CONTENTS[1:])}"
+            )
+
+
 class MegatronSchedule(Protocol):
     """Megatron's ``OptimizerParamScheduler``."""
 
@@ -73,17 +92,6 @@ class VerlCheckpoints:
         self._models, self._engine, self._args, self._ranks = models, engine, args, ranks
         self._processing_class = processing_class
         self._kept = BaseCheckpointManager(models, engine.optimizer, schedule, processing_class, config)
-        for name, contents in (
-            ("save_contents", self._kept.checkpoint_save_contents),
-            ("load_contents", self._kept.checkpoint_load_contents),
-        ):
-            unknown = [each for each in contents if each not in _CONTENTS]
-            if unknown or "model" not in contents:
-                raise McaError(
-                    f"checkpoint.{name} is {list(contents)}; expected 'model', and any of {', '.join(_CONTENTS[1:])}"
-                )
-        if config.async_save:
-            raise McaError("checkpoint.async_save is not supported by the engine mca; set it to false")
         self._training = TrainingState(engine, _Schedule(schedule), ranks, RunPosition())
         self._writer = CheckpointWriter(in_background=False)
 

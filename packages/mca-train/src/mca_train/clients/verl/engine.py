@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,7 +19,10 @@ from verl.workers.engine.utils import detach_tree, postprocess_batch_func, prepa
 
 from mca_config.errors import McaError
 from mca_config.types import JsonObject
+from mca_models.megatron.features.router_replay import routed_passes
 from mca_train import groups
+from mca_train.batching.micro_batch import StepBatch
+from mca_train.batching.packing import ROUTED_EXPERTS
 from mca_train.clients.verl.adapters import base_weights, rollout_config, with_adapter
 from mca_train.clients.verl.arguments import training_arguments
 from mca_train.clients.verl.batches import (
@@ -28,10 +32,11 @@ from mca_train.clients.verl.batches import (
     step_collator,
     token_values,
 )
-from mca_train.clients.verl.checkpoints import VerlCheckpoints
+from mca_train.clients.verl.checkpoints import VerlCheckpoints, require_supported_checkpoints
 from mca_train.clients.verl.delta import Shard, WeightDelta
 from mca_train.clients.verl.engine_config import McaEngineConfig
 from mca_train.clients.verl.offload import EngineOffload
+from mca_train.clients.verl.router_replay import batch_experts, recorded_routing
 from mca_train.engine.engine import Engine
 from mca_train.engine.param_groups import select_trained_parts
 from mca_train.engine.pipeline import Pipeline
@@ -72,6 +77,8 @@ class McaEngine(BaseEngine):  # type: ignore[misc]
         self.model_config, self.engine_config = model_config, engine_config
         self.optimizer_config, self.checkpoint_config = optimizer_config, checkpoint_config
         self._trains = not engine_config.forward_only
+        if self._trains:
+            require_supported_checkpoints(checkpoint_config)
         self.args = training_arguments(
             model_config, engine_config, optimizer_config if self._trains else None
         )
@@ -82,6 +89,8 @@ class McaEngine(BaseEngine):  # type: ignore[misc]
         self._pipeline: Pipeline | None = None
         self._loss_function: LossFunction | None = None
         self._outputs: list[dict[str, Upstream]] = []
+        self._has_gradients = False
+        """The gradient buffers have gradients since `optimizer_zero_grad`."""
         self._delta: WeightDelta | None = None
         self._offload: EngineOffload | None = None
 
@@ -103,13 +112,12 @@ class McaEngine(BaseEngine):  # type: ignore[misc]
         self._base = self._load()
         models = with_adapter(self._base, self.model_config, args.seed)
         seed_dropout(models, args.seed)
-        self._models, self._delta = models, None
+        self._models, self._delta, self._has_gradients = models, None, False
         self._collator = step_collator(
             models,
             self.ranks,
             packed=self.engine_config.use_remove_padding,
             pad_token_id=getattr(self.model_config.tokenizer, "pad_token_id", None) or 0,
-            replays=self.engine_config.router_replay.mode == "R3",
         )
         if not self._trains:
             self._pipeline = Pipeline(list(models.chunks), self._loss, wants_logits=self._wants_logits)
@@ -198,6 +206,7 @@ class McaEngine(BaseEngine):  # type: ignore[misc]
         for chunk in self._engine.chunks:
             chunk.zero_grad_buffer()
         self._engine.optimizer.zero_grad()
+        self._has_gradients = False
 
     def optimizer_step(self) -> float:
         """Clip the gradients, update the parameters, and return the gradients' norm before clipping."""
@@ -217,6 +226,8 @@ class McaEngine(BaseEngine):  # type: ignore[misc]
     ) -> dict[str, Upstream]:
         """Compute log-probabilities and loss of this replica's batch, and the gradients unless ``forward_only``.
 
+        Gradients are added to those since `optimizer_zero_grad`.
+
         Args:
             data: Sequences as nested tensors.
             loss_function: verl's function of ``model_output`` and the micro-batch; None: no loss.
@@ -228,19 +239,32 @@ class McaEngine(BaseEngine):  # type: ignore[misc]
         self._reload(model=True, grad=not forward_only)
         self._prepare_output(data)
         micro_batches, indices = self._split(data)
-        batch = step_batch(micro_batches, self._collator, self.ranks, self.models.config)
+        mode = self.engine_config.router_replay.mode
+        records = mode == "R2" and forward_only and ROUTED_EXPERTS not in data.keys()
+        experts = None if records or mode == "disabled" else partial(batch_experts, mode=mode)
+        batch = step_batch(micro_batches, self._collator, self.ranks, self.models.config, experts)
         self._loss_function, self._outputs = loss_function, []
         if forward_only:
-            assert self._pipeline is not None
-            with self._pipeline.params_gathered():
-                self._pipeline.evaluate(batch)
+            self._evaluate(batch, records=records)
         else:
-            self._engine.forward_backward(batch)
+            self._engine.forward_backward(batch, accumulate=self._has_gradients)
+            self._has_gradients = True
         outputs, self._outputs, self._loss_function = self._outputs, [], None
         if not outputs:
             return {}
         result: dict[str, Upstream] = postprocess_batch_func(output_lst=outputs, indices=indices, data=data)
         return result
+
+    def _evaluate(self, batch: StepBatch, *, records: bool) -> None:
+        """Compute the outputs of ``batch``, with the experts of its tokens if ``records``."""
+        assert self._pipeline is not None
+        models = self.models
+        with self._pipeline.params_gathered(), routed_passes(list(models.chunks), record=records):
+            self._pipeline.evaluate(batch)
+            if records:
+                routing = recorded_routing(models, batch.micro_batches)
+                for output, experts in zip(self._outputs, routing, strict=bool(self._outputs)):
+                    output["model_output"][ROUTED_EXPERTS] = experts
 
     def _prepare_output(self, data: TensorDict) -> None:
         """Make the model compute what verl asks for in ``data``."""

@@ -57,10 +57,10 @@ class McaEngineConfig(EngineConfig):  # type: ignore[misc]
                 "engine.full_determinism is not supported by mca; set it to false, and "
                 "arguments.deterministic_mode to true"
             )
-        if self.router_replay.mode not in ("disabled", "R3"):
+        if self.router_replay.mode == "R2" and self.forward_only:
             raise McaError(
-                f"engine.router_replay.mode is {self.router_replay.mode!r}, which mca does not support; set it to R3, "
-                "with rollout.enable_rollout_routing_replay, or to disabled"
+                "engine.router_replay.mode is 'R2' for a model that is not trained, such as the reference, whose "
+                "log-probabilities need no recorded experts; set it to disabled"
             )
         for name in ("record_file", "replay_file"):
             if getattr(self.router_replay, name) is not None:
@@ -116,3 +116,11 @@ class McaCriticConfig(CriticConfig):  # type: ignore[misc]
 
     strategy: str = "mca"
     engine: McaEngineConfig = field(default_factory=McaEngineConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (mode := self.engine.router_replay.mode) != "disabled":
+            raise McaError(
+                f"critic.engine.router_replay.mode is {mode!r}, but the experts of verl's batches are the actor's; set "
+                "it to disabled"
+            )

@@ -9,14 +9,17 @@ from torch import Tensor
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Values
-from mca_models.media import positions
+from mca_models.media import placeholders, positions
 from mca_models.megatron.features.processor_media import sequence_media
 from mca_train.clients.sample_media import MEDIA_INPUTS, BatchMedia
 from mca_train.data.sample_images import SampleImages
+from mca_train.types import Upstream
 
 KEY = "multi_modal_inputs"
 _DERIVED = ("second_per_grid_ts", "mm_token_type_ids")
 """Inputs that follow from tokens and positions."""
+_SIZES = "images_seqlens"
+"""Numbers of patches, which verl's agent loop adds for its estimate of FLOPs."""
 
 
 def sample_images(
@@ -32,18 +35,38 @@ def sample_images(
     Raises:
         McaError: The model takes no media, or other inputs or positions than verl's.
     """
-    if KEY not in data.keys():
-        return [None] * len(tokens)
-    by_sample = [each.data if isinstance(each, NonTensorData) else each for each in data[KEY]]
+    by_sample = [_inputs(each) for each in data[KEY]] if KEY in data.keys() else []
     if not any(by_sample):
+        for ids in tokens:
+            _require_no_placeholders(ids, config)
         return [None] * len(tokens)
     rows = [each.cpu() for each in data["position_ids"].unbind()]
     is_grid = config.mrope is not None and "spatial_merge_size" in config.hf_config.get("vision_config", {})
     find = _grid_images if is_grid else _images
     return [
-        find(inputs or {}, ids, place, config)
-        for inputs, ids, place in zip(by_sample, tokens, rows, strict=True)
+        find(inputs, ids, place, config) for inputs, ids, place in zip(by_sample, tokens, rows, strict=True)
     ]
+
+
+def _require_no_placeholders(ids: Tensor, config: McaModelConfig) -> None:
+    """Raise if a sequence of text only has tokens of media, which the model would take for words.
+
+    Raises:
+        McaError: It has.
+    """
+    for medium, token in placeholders(config.vision_fields).items():
+        if bool((ids == token).any()):
+            raise McaError(
+                f"verl's batch has token {token}, the placeholder of {medium}s, but no {KEY}; return them with the "
+                "dataset, or keep the rollout from sampling this token"
+            )
+
+
+def _inputs(entry: Upstream) -> dict[str, Tensor]:
+    """Return the inputs of one sequence, which verl's trainers keep as a dictionary, a TensorDict, or None."""
+    inputs = entry.data if isinstance(entry, NonTensorData) else entry
+    items = () if inputs is None else inputs.items()
+    return {name: value for name, value in items if name != _SIZES}
 
 
 def _images(inputs: Values, ids: Tensor, theirs: Tensor, config: McaModelConfig) -> SampleImages | None:

@@ -1,0 +1,316 @@
+"""Mamba 1 in place of attention (Jamba), in plain torch or by the kernel of mamba-ssm.
+
+    x, z = in_proj(u)           x = silu(conv(x))           dt, B, C = norms of x_proj(x)
+    S_t = exp(s_t A) S_(t-1) + s_t x_t B_t^T               s = softplus(dt_proj(dt))
+    y = out_proj((S C + D x) silu(z))
+
+Every channel has a state. Tensor ranks hold channels and sum ``x_proj`` over all of them; context parallelism gathers
+the projected tokens. Plain torch computes chunk by chunk, each again in the backward pass, so that it saves the states
+between chunks only.
+"""
+
+from collections.abc import Iterator
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn.functional import linear, silu, softplus
+
+from mca_config.model.section import given
+from mca_config.model_config import McaModelConfig
+from mca_config.types import Typed
+from mca_models.megatron.features.delta_rule import CHUNK
+from mca_models.megatron.features.feature import Feature, LayerContext, SpecChanges
+from mca_models.megatron.features.kernels import Kernel, find_kernel
+from mca_models.megatron.features.recurrent_layers import (
+    CausalConvolution,
+    SequenceMixer,
+    mixer_projections,
+    normed_linears,
+    split_sharded_state,
+)
+from mca_models.megatron.layers.sharded import cut_parameter, sharded_state
+from mca_models.megatron.names import Implementation
+from mca_models.megatron.types import MarkedParameter, MegatronConfig, ShardedState, Spec
+
+_CUT = ("A_log", "D", "conv1d.weight", "conv1d.bias")
+_PARTS = ("scanned", "gate")
+"""Parts of the input projection (x, z); names differ from those of other layers in ``torch_dist`` directories."""
+
+
+def selective_scan(
+    x: Tensor,
+    step: Tensor,
+    bias: Tensor,
+    rate: Tensor,
+    into: Tensor,
+    read: Tensor,
+    skip: Tensor,
+    kernel: Kernel | None,
+) -> Tensor:
+    """Compute the outputs of all tokens from a zero state, with the skip connection D.
+
+    Args:
+        x: ``[b, s, d]``.
+        step: ``[b, s, d]``, time steps without their bias, before softplus.
+        bias: ``[d]``, fp32.
+        rate: ``[d, n]``, fp32, below 0: decay rates of each channel's state (A above).
+        into: ``[b, s, n]``, B.
+        read: ``[b, s, n]``, C.
+        skip: ``[d]``, fp32: D.
+        kernel: ``selective_scan_fn``; None: plain torch.
+
+    Returns:
+        ``[b, s, d]`` in fp32.
+    """
+    if kernel is not None:
+        x, step, into, read = (part.transpose(1, 2).contiguous() for part in (x, step, into, read))
+        out = kernel(x, step, rate, into, read, D=skip, delta_bias=bias, delta_softplus=True)
+        assert isinstance(out, Tensor)
+        return out.transpose(1, 2).float()
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    x, step = x.to(dtype), softplus(step.to(dtype) + bias)
+    out = _ChunkedScan.apply(x, step, rate, into.to(dtype), read.to(dtype))
+    assert isinstance(out, Tensor)
+    return out + skip * x
+
+
+class _ChunkedScan(torch.autograd.Function):
+    """``selective_scan`` without the skip connection, which saves one state for each chunk.
+
+    The gradient of a state is that of its output and of the next state, so it is a scan from the last token to the
+    first.
+    """
+
+    @staticmethod
+    def forward(ctx: Typed, x: Tensor, step: Tensor, rate: Tensor, into: Tensor, read: Tensor) -> Tensor:
+        state = torch.zeros(x.shape[0], *rate.shape, dtype=x.dtype, device=x.device)
+        before, outputs = [], []
+        for x_i, step_i, into_i, read_i in _split(x, step, into, read):
+            before.append(state)
+            decay = (step_i.unsqueeze(-1) * rate).exp()
+            states = _scanned(decay, _added(step_i * x_i, into_i, decay[:, 0] * state))
+            outputs.append((states @ read_i.unsqueeze(-1)).squeeze(-1))
+            state = states[:, -1].clone()
+        ctx.save_for_backward(x, step, rate, into, read, torch.stack(before))
+        return torch.cat(outputs, 1)
+
+    @staticmethod
+    def backward(ctx: Typed, grad: Tensor) -> tuple[Tensor, ...]:
+        x, step, rate, into, read, before = ctx.saved_tensors
+        grad_rate, later = torch.zeros_like(rate), torch.zeros_like(before[0])
+        found: list[tuple[Tensor, ...]] = []
+        for parts, state in reversed(list(zip(_split(x, step, into, read, grad), before, strict=True))):
+            x_i, step_i, into_i, read_i, grad_i = parts
+            decay = (step_i.unsqueeze(-1) * rate).exp()
+            states = _scanned(decay, _added(step_i * x_i, into_i, decay[:, 0] * state))
+            grad_read = (grad_i.unsqueeze(-1) * states).sum(2)
+            own = (grad_i.unsqueeze(-1) * read_i.unsqueeze(-2)).flip(1)
+            own = torch.cat([own[:, :1] + later.unsqueeze(1), own[:, 1:]], 1)
+            following = torch.cat([torch.ones_like(decay[:, :1]), decay[:, 1:].flip(1)], 1)
+            grads = _scanned(following, own).flip(1)
+            previous = torch.cat([state.unsqueeze(1), states[:, :-1]], 1)
+            grad_log = grads * previous * decay  # of the log decay, which is step times rate
+            grad_rate += (grad_log * step_i.unsqueeze(-1)).sum((0, 1))
+            grad_added = (grads * into_i.unsqueeze(-2)).sum(-1)
+            grad_into = (grads * (step_i * x_i).unsqueeze(-1)).sum(2)
+            found.append(
+                (grad_added * step_i, grad_added * x_i + (grad_log * rate).sum(-1), grad_into, grad_read)
+            )
+            later = decay[:, 0] * grads[:, 0]
+        grad_x, grad_step, grad_into, grad_read = (
+            torch.cat(each[::-1], 1) for each in zip(*found, strict=True)
+        )
+        return grad_x, grad_step, grad_rate, grad_into, grad_read
+
+
+def _split(*parts: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    return zip(*(part.split(CHUNK, 1) for part in parts), strict=True)
+
+
+def _added(scaled: Tensor, into: Tensor, first: Tensor) -> Tensor:
+    """Return what each token adds to the states ``[b, t, d, n]``; the first one adds the decayed state before it."""
+    added = scaled.unsqueeze(-1) * into.unsqueeze(-2)
+    return torch.cat([added[:, :1] + first.unsqueeze(1), added[:, 1:]], 1)
+
+
+def _scanned(decay: Tensor, added: Tensor) -> Tensor:
+    """Return ``S_t = decay_t S_(t-1) + added_t`` for all tokens, in doublings of the tokens that each sum covers."""
+    reach = 1
+    while reach < added.shape[1]:
+        added = torch.cat([added[:, :reach], added[:, reach:] + decay[:, reach:] * added[:, :-reach]], 1)
+        decay = torch.cat([decay[:, :reach], decay[:, reach:] * decay[:, :-reach]], 1)
+        reach *= 2
+    return added
+
+
+class SummedLinear(torch.nn.Module):
+    """``x W^T`` whose columns tensor ranks share: the output is summed, and full on each rank."""
+
+    def __init__(self, columns: int, rows: int, config: MegatronConfig, group: ProcessGroup) -> None:
+        super().__init__()
+        self.group = group
+        weight: MarkedParameter = cut_parameter((rows, columns), config.params_dtype)
+        weight.partition_dim = 1
+        self.weight = weight
+        if config.perform_initialization:
+            config.init_method(self.weight)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        """Map this rank's channels ``[..., columns]`` to ``[..., rows]``; the bias is None."""
+        from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
+
+        summed: Tensor = reduce_from_tensor_model_parallel_region(linear(x, self.weight), group=self.group)
+        return summed, None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: Typed = None
+    ) -> ShardedState:
+        """Return the state for Megatron's distributed checkpoint."""
+        return sharded_state(self, prefix, sharded_offsets, {"weight": 1})
+
+
+class ReplicatedNorm(torch.nn.Module):
+    """RMSNorm of channels that each tensor rank has in full, as it has the gradient of the weight."""
+
+    def __init__(self, channels: int, config: MegatronConfig) -> None:
+        super().__init__()
+        self.eps = config.layernorm_epsilon
+        self.weight = torch.nn.Parameter(torch.ones(channels, dtype=config.params_dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize ``x`` in fp32; return its dtype."""
+        wide = x.float()
+        normal = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * normal.to(x.dtype)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: Typed = None
+    ) -> ShardedState:
+        """Return the state for Megatron's distributed checkpoint, replicated over tensor ranks."""
+        return sharded_state(self, prefix, sharded_offsets, {})
+
+
+class StepProjection(torch.nn.Module):
+    """Projection to the time steps of this rank's channels, and their bias."""
+
+    def __init__(self, rank: int, channels: int, config: MegatronConfig) -> None:
+        super().__init__()
+        self.weight = cut_parameter((channels, rank), config.params_dtype)
+        self.bias = cut_parameter((channels,), config.params_dtype)
+        if config.perform_initialization:
+            config.init_method(self.weight)
+            torch.nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Map ``[..., rank]`` to ``[..., channels]`` without the bias; return the bias in fp32 too."""
+        return linear(x, self.weight), self.bias.float()
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: Typed = None
+    ) -> ShardedState:
+        """Return the state for Megatron's distributed checkpoint."""
+        return sharded_state(self, prefix, sharded_offsets, {"weight": 0, "bias": 0})
+
+
+class SelectiveScan(SequenceMixer):
+    """Mamba 1 layer with one tensor rank's channels; `_module` mixes in ``MegatronModule``."""
+
+    def __init__(
+        self, config: MegatronConfig, model: McaModelConfig, column: Typed, row: Typed, **options: Typed
+    ) -> None:
+        super().__init__(config)
+        self.groups, sizes = options["pg_collection"], given(model.selective_scan)
+        self.channels = sizes.scan_channels // self.groups.tp.size()
+        self.in_proj, self.out_proj = mixer_projections(
+            config,
+            column,
+            row,
+            self.groups.tp,
+            rows=len(_PARTS) * sizes.scan_channels,
+            inside=sizes.scan_channels,
+        )
+        convolution = torch.nn.Conv1d(
+            self.channels,
+            self.channels,
+            sizes.scan_conv_kernel_dim,
+            groups=self.channels,
+            bias=sizes.scan_conv_bias,
+            dtype=config.params_dtype,
+        )
+        self.conv1d = CausalConvolution.from_conv1d(convolution, find_kernel("causal_conv1d_fn", config))
+        self.scan = find_kernel("selective_scan_fn", config)
+        self.widths = [sizes.scan_step_rank, sizes.scan_state_dim, sizes.scan_state_dim]
+        self.x_proj = SummedLinear(self.channels, sum(self.widths), config, self.groups.tp)
+        self.dt_layernorm, self.b_layernorm, self.c_layernorm = (
+            ReplicatedNorm(width, config) for width in self.widths
+        )
+        self.dt_proj = StepProjection(sizes.scan_step_rank, self.channels, config)
+        self.A_log = cut_parameter((self.channels, sizes.scan_state_dim), config.params_dtype)
+        self.D = cut_parameter((self.channels,), config.params_dtype)
+
+    def _sequence(self, mixed: Tensor) -> Tensor:
+        """Map projections ``[s, b, x z]`` of one sequence to gated values ``[s, b, channels]``."""
+        from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+
+        convolved, gate = mixed.chunk(len(_PARTS), -1)
+        x = self.conv1d(convolved.permute(1, 2, 0)).transpose(1, 2)
+        norms = (self.dt_layernorm, self.b_layernorm, self.c_layernorm)
+        parts = zip(norms, self.x_proj(x)[0].split(self.widths, -1), strict=True)
+        shared = torch.cat([norm(part) for norm, part in parts], -1)
+        # each rank reads what all have, for its own channels
+        shared = copy_to_tensor_model_parallel_region(shared, group=self.groups.tp)
+        step, into, read = shared.split(self.widths, -1)
+        rate = -self.A_log.float().exp()
+        step, bias = self.dt_proj(step)
+        out = selective_scan(x, step, bias, rate, into, read, self.D.float(), self.scan)
+        gated: Tensor = (out.transpose(0, 1) * silu(gate.float())).to(mixed.dtype)
+        return gated
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: Typed = None
+    ) -> ShardedState:
+        """Return the sharded state; the input projection is split into its parts, independent of the layout."""
+        fused = {"in_proj.weight": ([self.channels] * len(_PARTS), _PARTS)}
+        return split_sharded_state(self, prefix, sharded_offsets, metadata, cut=_CUT, fused=fused)
+
+
+def selective_scan_spec(implementation: Implementation, config: McaModelConfig) -> Spec:
+    """Return the spec of a Mamba 1 layer in place of attention."""
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    column, row = normed_linears(implementation)
+    return ModuleSpec(module=_module(), params={"model": config, "column": column, "row": row})
+
+
+@cache
+def _module() -> type:
+    from megatron.core.transformer.module import MegatronModule
+
+    return type("SelectiveScan", (SelectiveScan, MegatronModule), {})
+
+
+def _layer(context: LayerContext) -> SpecChanges:
+    if context.kind != "selective_scan":
+        return SpecChanges()
+    return SpecChanges(
+        {"self_attention": lambda _: selective_scan_spec(context.implementation, context.config)}
+    )
+
+
+def _start(name: str, shape: tuple[int, ...], seed: int) -> Tensor | None:
+    """Return initial values of Mamba's rates, 1 to the number of a state's channels, and skip connections."""
+    if name.endswith("A_log"):
+        return torch.arange(1, shape[-1] + 1).float().log().expand(shape).clone()
+    return torch.ones(shape) if name.endswith(".D") else None
+
+
+SELECTIVE_SCAN = Feature(
+    name="selective scan",
+    enabled=lambda config: config.selective_scan is not None,
+    layer=_layer,
+    start=_start,
+    # tensors of layers that differ are not stacked
+    settings=lambda config: {"hetereogenous_dist_checkpoint": True},
+)

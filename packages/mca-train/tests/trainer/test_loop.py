@@ -1,0 +1,67 @@
+"""The parts of one step, in their order and with its number."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mca_train.trainer.loop import Loop
+
+
+def loop(events: list[Any], *, updated: bool = True, **hf: Any) -> Any:
+    """Return a stand-in of a loop whose parts report to ``events``."""
+
+    def report(name: str, result: Any = None) -> Any:
+        return lambda *values: events.append((name, *values)) or result
+
+    engine = SimpleNamespace(
+        forward_backward=report("backward", "loss"),
+        optimizer_step=report("update", SimpleNamespace(updated=updated)),
+    )
+    rate = SimpleNamespace(step=report("rate"), value=0.5)
+    return SimpleNamespace(
+        _hf=SimpleNamespace(fire=report("fire"), **hf),
+        _runner=SimpleNamespace(training=SimpleNamespace(engine=engine, rate=rate)),
+        _watch=SimpleNamespace(hang_detector=SimpleNamespace(enter=report("enter"))),
+        _hooks=SimpleNamespace(before_forward=report("before")),
+        _logger=SimpleNamespace(
+            add_step=report("add"),
+            end_step=lambda result, loss, rate, engine: events.append(("end", loss, rate)),
+        ),
+    )
+
+
+@pytest.mark.parametrize("updated", [False, True])
+def test_a_step_is_reported_by_its_number_and_moves_the_rate_if_it_updates(updated: bool) -> None:
+    events: list[Any] = []
+    made = loop(events, updated=updated, state=SimpleNamespace(global_step=3))
+    batch: Any = "batch"
+    assert Loop.step(made, batch).updated is updated
+    assert events == [
+        ("enter", "forward and backward", 4),
+        ("before", "batch"),
+        ("backward", "batch"),
+        ("add", "loss", "batch"),
+        ("fire", "on_pre_optimizer_step"),
+        ("enter", "the optimizer", 4),
+        ("update",),
+        ("end", "loss", 0.5),
+        ("fire", "on_optimizer_step"),
+        *([("rate",)] if updated else []),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("step", "strategy", "logs"),
+    [(1, "steps", True), (2, "steps", False), (9, "steps", True), (9, "epoch", False), (1, "no", False)],
+)
+def test_the_first_and_the_last_step_are_logged_if_steps_are(step: int, strategy: str, logs: bool) -> None:
+    control = SimpleNamespace(should_log=False)
+    made = loop(
+        [],
+        state=SimpleNamespace(global_step=step, max_steps=9),
+        args=SimpleNamespace(logging_strategy=strategy),
+        control=control,
+    )
+    Loop._request_log(made)
+    assert control.should_log is logs
