@@ -9,6 +9,7 @@ and are seen here as ``[experts, rank, in]`` and ``[experts, out, rank]``.
 """
 
 import logging
+import re
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +25,7 @@ from mca_models.lora.adapter import Adapter, check_shapes, expected_shapes
 from mca_models.lora.adapter_head import model_with_head
 from mca_models.lora.config import FILE_NAME, AdapterConfig
 from mca_models.lora.rules import rules_from_names
+from mca_models.lora.targets import unused_modules
 from mca_models.lora.unmatched_entries import ineffective_exclusions, unmatched_entries
 from mca_models.storage.atomic import atomic_directory, write_file
 from mca_models.storage.copy_plan import HF
@@ -38,6 +40,7 @@ from mca_models.weights.arrays import Array
 
 logger = logging.getLogger(__name__)
 
+_BASE, _FACTOR = "base_model.model.", re.compile(r"\.lora_[AB]\.weight$")
 WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
 
 
@@ -57,6 +60,7 @@ def open_peft(path: Path, model: McaModelConfig) -> Adapter:
     refused = sorted(name for name in infos if ".lora_embedding_" in name)
     if refused:
         raise McaError(f"{file}: {refused[0]}: adapters on embeddings are not supported; use modules_to_save")
+    infos = _without_unused(infos, model, file)
     model = model_with_head(model, config.document, infos)
     rules = rules_from_names(model, config, infos.keys())
     expected = {name for param in rules.params for name in param.hf_names()}
@@ -66,6 +70,22 @@ def open_peft(path: Path, model: McaModelConfig) -> Adapter:
         logger.warning("%s: %s", path / FILE_NAME, problem)
     stacks = PeftReader(lambda name: infos[name].array(), model.num_experts or 1)
     return check_shapes(Adapter(model, config, rules, stacks.read), file)
+
+
+def _without_unused(infos: Values, model: McaModelConfig, file: Path) -> Values:
+    """Return ``infos`` without factors on which no feature depends, with a warning."""
+    unused = unused_modules(model)
+    lost = sorted(name for name in infos if _FACTOR.sub("", name.removeprefix(_BASE)) in unused)
+    if lost:
+        logger.warning(
+            "%s: %d tensors adapt layers of the tower on which no feature of %s depends (%s, ...), and are left out; "
+            "to train without them, name the layers in exclude_modules of PEFT's LoraConfig",
+            file,
+            len(lost),
+            model.model_type,
+            lost[0],
+        )
+    return {name: info for name, info in infos.items() if name not in lost}
 
 
 def stored_tensors(path: Path) -> tuple[Path, Values]:

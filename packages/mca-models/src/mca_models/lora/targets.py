@@ -140,5 +140,20 @@ def _vision_targets(param: Param, config: McaModelConfig) -> Iterator[Target]:
         yield Target(param.hf_names()[0].removesuffix(".weight"), param, 0)
 
 
+def unused_modules(config: McaModelConfig) -> frozenset[str]:
+    """Return PEFT's names of the tower's linears on which no feature depends, such as a last layer of LLaVA."""
+    family = get_family(config.model_type)
+    vision = family.vision
+    params = [] if vision is None else family.params(family.with_module_names(config))
+    return frozenset(
+        param.hf_names()[0].removesuffix(".weight")
+        for param in params
+        if vision is not None
+        and param.stage is Stage.VISION
+        and len(param.shape or ()) == 2
+        and vision.component(param.mca.removeprefix(PREFIX), config) == "unused"
+    )
+
+
 def _stacked(param: Param) -> Target:
     return Target(param.hf_names()[0], param, 0, linear=False, stacked=True)
