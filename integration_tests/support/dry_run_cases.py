@@ -130,5 +130,5 @@ def prepared(folder: Path, kind: str, changes: dict[str, Any], world_size: int) 
         **changes,
     }
     findings = check(TASKS[kind], make_settings(TASKS[kind], values, "test"), lambda *_: world_size)
-    assert not findings.impossible
+    assert not findings.impossible, findings.impossible
     return findings.run

@@ -323,7 +323,12 @@ def _convert_adapter(
     layout = target_layout(
         request.layout, McaModelConfig.load(adapter).layout if from_mca else ParallelLayout()
     )
-    counter = ByteCounter(0, progress)
+    counter, sizes = ByteCounter(0, progress), list[int]()
+
+    def check(written: Path) -> None:
+        sizes.extend(file.stat().st_size for file in written.rglob("*.safetensors"))
+        counter.check()
+
     counter.check()
     converted = convert_adapter(
         adapter,
@@ -333,9 +338,8 @@ def _convert_adapter(
         layout=layout,
         cast=request.cast,
         overwrite=request.overwrite,
-        proceed=counter.check,
+        proceed=check,
     )
-    sizes = [file.stat().st_size for file in destination.rglob("*.safetensors")]
     return ConversionResult(
         path=destination,
         target=target,

@@ -98,11 +98,12 @@ class Conversion:
         """
         allow_open_files(self.open_files)
         self.source.check_duplicates()
-        small = side_files(self.source.path)  # before the work, because this can raise an error
+        # before there is anything to remove, because this can raise an error
+        needed = self.nbytes + sum(file.stat().st_size for file in side_files(self.source.path))
         counter = ByteCounter(self.nbytes, progress)
         counter.check()
         partial = PartialDirectory(destination, overwrite=overwrite)
-        with partial.writing(self.nbytes + sum(file.stat().st_size for file in small)) as path:
+        with partial.writing(needed) as path:
             records = self._write_weights(path, limits, counter)
             files = {str(Path(self.prefix, name)): record.nbytes for name, record in records.items()}
             files |= copy_side_files(self.source.path, path)

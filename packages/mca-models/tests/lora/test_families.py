@@ -11,6 +11,7 @@ import tiny_hf
 import torch
 import transformers
 from safetensors.torch import load_file
+from transformers.pytorch_utils import Conv1D
 
 from mca_config.checks import check_layout
 from mca_config.errors import McaError
@@ -40,7 +41,7 @@ OTHERWISE_CALLED = {
 
 def targets(model: Any) -> dict[str, list[str]]:
     """All linears by their last names; with stacked experts peft cannot take the names that those share."""
-    names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    names = [name for name, module in model.named_modules() if isinstance(module, (torch.nn.Linear, Conv1D))]
     indexed = any(".indexer." in name for name in names)  # whose linears may be called like others
     words = -2 if indexed else -1
     linears = {".".join(name.split(".")[words:]) for name in names if ".indexer." not in name}

@@ -45,7 +45,7 @@ def wholes(config: McaModelConfig, hf: dict[str, torch.Tensor]) -> dict[str, tor
         whole = param.to_full([hf[name] for name in param.hf_names()])
         if param.vocab:
             rows = -whole.shape[0] % (4 * config.layout.tp)
-            whole = torch.cat([whole, torch.full((rows, whole.shape[1]), 7.0, dtype=whole.dtype)])
+            whole = torch.cat([whole, torch.full((rows, *whole.shape[1:]), 7.0, dtype=whole.dtype)])
         result[param.mca_name()] = whole
     return result
 

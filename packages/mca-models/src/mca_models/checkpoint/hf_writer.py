@@ -96,10 +96,11 @@ class HfLayout:
 
     def _quantization(self, wholes: Mapping[str, Shape]) -> JsonObject:
         """Return the ``quantization_config``, with the matrices outside of the embedding that are not quantised."""
+        vision = get_family(self.config.model_type).vision
         left_out = {
             name.removesuffix(".weight"): None
             for param in self.params
-            for name in param.hf_names()
+            for name in (*param.hf_names(), *(vision.split_names(param) if vision else ()))
             if len(wholes[param.mca_name()]) == 2
             and name not in self._linears
             and param.stage is not Stage.FIRST

@@ -127,7 +127,7 @@ def convert_adapter(
     to: AdapterKind | None = None,
     layout: ParallelLayout | None = None,
     cast: str | None = None,
-    proceed: Callable[[], None] = lambda: None,
+    proceed: Callable[[Path], None] = lambda path: None,
     overwrite: bool = False,
 ) -> Adapter:
     """Write the adapter in ``source`` to ``destination``, bit for bit unless ``cast``.
@@ -139,7 +139,7 @@ def convert_adapter(
         to: ``mca`` or ``hf`` (PEFT); None: the other kind than the source.
         layout: The parallel sizes of an MCA target; None: those of an MCA source, else 1.
         cast: Safetensors code (``BF16``, ``F16``, ``F32``) to cast the tensors to.
-        proceed: Called before the result is put in place; raises to stop.
+        proceed: Called with the written directory before it is put in place; raises to stop.
         overwrite: Replace an existing ``destination``.
 
     Returns:

@@ -99,7 +99,7 @@ def write_mca_adapter(
     *,
     side_files: Path | None = None,
     overwrite: bool = False,
-    proceed: Callable[[], None] = lambda: None,
+    proceed: Callable[[Path], None] = lambda path: None,
 ) -> None:
     """Write ``adapter`` sharded for ``layout``.
 
@@ -109,7 +109,7 @@ def write_mca_adapter(
         destination: The directory; absent or empty, unless overwritten.
         side_files: Where small files (tokenizer, model card) are copied from.
         overwrite: Replace an existing ``destination``.
-        proceed: Called before it is put in place; raises to stop.
+        proceed: Called with the written directory before it is put in place; raises to stop.
     """
     adapter = with_layout(adapter, layout)
     plan = plan_adapter(adapter)

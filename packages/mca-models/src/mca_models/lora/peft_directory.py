@@ -178,7 +178,7 @@ def write_peft(
     *,
     side_files: Path | None = None,
     overwrite: bool = False,
-    proceed: Callable[[], None] = lambda: None,
+    proceed: Callable[[Path], None] = lambda path: None,
 ) -> None:
     """Write a PEFT directory that ``peft`` loads onto the HF model.
 
@@ -187,7 +187,7 @@ def write_peft(
         destination: The directory; absent or empty, unless overwritten.
         side_files: Where small files (tokenizer, model card) are copied from.
         overwrite: Replace an existing ``destination``.
-        proceed: Called before it is put in place; raises to stop.
+        proceed: Called with the written directory before it is put in place; raises to stop.
     """
     tensors = PeftTensors(adapter)
     with atomic_directory(destination, overwrite=overwrite, proceed=proceed) as folder:

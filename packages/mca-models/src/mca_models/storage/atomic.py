@@ -238,13 +238,13 @@ class PartialDirectory:
 
 @contextmanager
 def atomic_directory(
-    destination: Path, *, overwrite: bool = False, proceed: Callable[[], None] = lambda: None
+    destination: Path, *, overwrite: bool = False, proceed: Callable[[Path], None] = lambda path: None
 ) -> Iterator[Path]:
-    """A fresh directory that becomes ``destination`` if neither the block nor then ``proceed`` raises an error."""
+    """A new directory that becomes ``destination`` once the block and ``proceed(directory)`` have passed."""
     partial = PartialDirectory(destination, overwrite=overwrite)
     with partial.writing() as path:
         yield path
-        proceed()
+        proceed(path)
         partial.publish()
 
 

@@ -289,6 +289,11 @@ class VisionModel:
         heads = (config.vision_fields or {})["vision_config"].get("num_attention_heads", 16)
         return replace(plain, hf=names, layout=FusedRotaryHeads(shape[0] // 3 // heads // 2))
 
+    def split_names(self, param: Param) -> tuple[str, ...]:
+        """Return transformers' names of the weights that it splits ``param`` into on reading; none for most."""
+        own = split_qkv(param.mca.removeprefix(PREFIX)) if self.fused_qkv else ()
+        return tuple(self.spellings[-1].vision_to_file(name) for name in own)
+
     def detect_spelling(self, config: McaModelConfig, names: Collection[str]) -> int:
         """Return the index of the spelling of a checkpoint with these tensor names."""
         own = self.tensors(config)
