@@ -109,7 +109,7 @@ REQUESTS: dict[str, tuple[str, Values, Values]] = {
 
 
 def plan_and_dry_run(name: str, folder: Path) -> tuple[int, int]:
-    """Return the bytes that the dry run finds, and those that the plan says; runs in a process of its own."""
+    """Return the bytes that the dry run finds, and those that the plan says; runs in a separate process."""
     from mca_train.dry_run.stages import count_micro_batches
     from mca_train.dry_run.step import measure_step
     from mca_train.plan.memory import plan_layout

@@ -87,7 +87,7 @@ def _nested(rows: list[Tensor]) -> Tensor:
 
 
 def _expected(engine: McaEngine, ids: Tensor, experts: Tensor | None) -> Tensor:
-    """Return the log-probabilities of ``ids[1:]``; `VirtualModels.log_probs` has tests of its own."""
+    """Return the log-probabilities of ``ids[1:]``; `VirtualModels.log_probs` has other tests."""
     given = None if experts is None else experts[None]
     found: Tensor = engine.models.log_probs(ids[None], routed_experts=given).log_probs[0, 1:]
     return found

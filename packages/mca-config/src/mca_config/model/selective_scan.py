@@ -10,7 +10,7 @@ class SelectiveScan(Section):
     """Sizes of ``selective_scan`` layers."""
 
     scan_channels: Width
-    """Channels between the input and the output projection; each has a state of its own."""
+    """Channels between the input and the output projection; each has its state."""
     scan_state_dim: Width
     """Channels of the state of each channel."""
     scan_step_rank: Width

@@ -158,7 +158,7 @@ def split_sharded_state(
         prefix: Prefix of its names.
         offsets: Offsets of the layer in tensors of several layers.
         metadata: Megatron's metadata of the checkpoint.
-        cut: Names of its own parameters that tensor ranks share along the first dimension.
+        cut: Names of the parameters, not of its modules, that tensor ranks share along the first dimension.
         fused: Rows on this rank and names of the parts of each fused tensor, along the first dimension.
     """
     from megatron.core.ssm.mamba_mixer import _split_tensor_factory
