@@ -40,7 +40,7 @@ usage ends with exit code 2, any other failure with 1. `--version` prints the ve
 | | `model` | `model_type`, `layers`, `parameters`, `trained_parameters` (null: all) |
 | | `world_size`, `layout_sizes`, `data_parallel_size` | ranks and sizes |
 | | `implementation` | whose layers were counted: `local` or `transformer_engine` |
-| | `global_batch`, `tokens_per_step`, `bubble`, `images` | of a step |
+| | `global_batch`, `tokens_per_step`, `bubble`, `images`, `videos`, `clips` | of a step |
 | | `device` | with `--device`: its name and memory |
 | | `stages[]` | columns of a stage, `evaluation`, `beforehand`, `worst_routing`, `host`; with a device `fits` |
 | | `remedies[]` | `changes`, `bytes` of the fullest stage, `fits` |

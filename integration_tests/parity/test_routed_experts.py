@@ -269,7 +269,7 @@ def test_wrong_experts_are_one_error_on_all_ranks(tmp_path: Path) -> None:
     said, other = run_ranks(2, rejected, *paths)
     assert other == said
     differ = (
-        "log_probs: ranks 0 and 1, of one replica, have different routed_experts or media; broadcast them with the "
+        "ranks 0 and 1, of one replica, have different routed_experts or media; broadcast them with the "
         "tokens"
     )
     fused = "routed_experts are not supported with moe_router_"

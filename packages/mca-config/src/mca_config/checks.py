@@ -188,7 +188,7 @@ def _heads(model: McaModelConfig, layout: ParallelLayout) -> list[str]:
             f"{2 * groups * model.attention.kv_channels}"
         )
     flat = model.to_fields()
-    for name in ("linear_num_key_heads", "linear_num_value_heads", "mamba_num_heads"):
+    for name in ("linear_num_key_heads", "linear_num_value_heads", "mamba_num_heads", "scan_channels"):
         if flat.get(name) is not None:
             problems += _indivisible(name, flat[name], "tensor_model_parallel_size", layout.tp)
     return problems + _few_groups(model, layout) + _mamba_groups(model, layout)

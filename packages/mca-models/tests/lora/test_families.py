@@ -85,6 +85,18 @@ def test_every_linear_of_every_family(case: str, tmp_path: Path) -> None:
         torch.testing.assert_close(tensor, theirs[name], atol=1e-6, rtol=1e-6)
 
 
+def test_adapters_without_effect_are_an_error(tmp_path: Path) -> None:
+    base = tiny_hf.save("jamba", tmp_path / "base")
+    model = adapters.base_model(base)
+    peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["dt_proj", "q_proj"])).save_pretrained(
+        tmp_path
+    )
+    with pytest.raises(
+        McaError, match=r"lora_A.*adapters on dt_proj of jamba .*exclude_modules=\['dt_proj'\]"
+    ):
+        open_adapter(tmp_path, open_checkpoint(base).config)
+
+
 @pytest.mark.parametrize("case", OTHERWISE_CALLED)
 def test_linears_have_the_names_of_modules_and_not_of_files(case: str) -> None:
     kind, different = tiny_hf.ALL[case]

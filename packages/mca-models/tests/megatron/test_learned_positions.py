@@ -10,21 +10,26 @@ from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
 from mca_models.megatron import forward
 from mca_models.megatron.log_probs import forward as log_probs
+from mca_models.templates import config_from_hf
 
 MODEL: Any = SimpleNamespace(
-    config=SimpleNamespace(
-        embedding=SimpleNamespace(learned_positions=True), max_position_embeddings=4, vision_fields=None
+    config=config_from_hf(
+        {"model_type": "gpt2", "n_positions": 4, "n_embd": 8, "n_layer": 1, "n_head": 1, "vocab_size": 16}
     ),
-    rank_context=SimpleNamespace(layout=ParallelLayout()),
+    rank_context=SimpleNamespace(layout=ParallelLayout(), coordinates=SimpleNamespace(dp=0)),
 )
 
 
 def test_sequences_beyond_them_are_refused_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     said = "a sequence of 5 tokens is longer than the model's 4 learned positions"
+    monkeypatch.setattr(forward, "run_on_all_ranks_unwrapped", lambda check: [check()])
     with pytest.raises(McaError, match=said):
         forward.model_logits(MODEL, torch.zeros(1, 5, dtype=torch.int64))
     batch: Any = SimpleNamespace(
-        positions=lambda: [torch.arange(5)], input_ids=torch.zeros(1, 5), packed=False
+        located_media=lambda models: [],
+        positions=lambda: [torch.arange(5)],
+        input_ids=torch.zeros(1, 5),
+        packed=False,
     )
     monkeypatch.setattr(log_probs, "run_on_all_ranks_unwrapped", lambda look: look())
     with pytest.raises(McaError, match=said):
@@ -34,7 +39,8 @@ def test_sequences_beyond_them_are_refused_on_the_host(monkeypatch: pytest.Monke
 def test_padding_takes_the_last_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
     monkeypatch.setattr(forward.parallel, "context_group", lambda: alone)
-    (micro,) = forward._micro(torch.zeros(1, 6), 1, 4)
+    chunk: Any = SimpleNamespace(pre_process=True, parameters=lambda: iter([torch.zeros(1)]))
+    (micro,) = forward._micro(MODEL, chunk, torch.zeros(1, 6), 1, 4, [None])
     assert micro["position_ids"].tolist() == [[0, 1, 2, 3, 3, 3]]
     rows: Any = SimpleNamespace(
         _sequence_rows=lambda number: [(0, 0, torch.arange(3)), (0, 4, torch.arange(2))],

@@ -24,8 +24,8 @@ from mca_models.templates.shapes import full_shape
 from mca_models.weights import Stage
 
 UNREAD = sorted(case for case, (kind, _) in tiny_hf.ALL.items() if FAMILIES[kind].fp8_unsupported)
-NAMED = ("deepseek_v32", "gpt_bigcode", "nemotron_h", "opt", "qwen2_moe")
-"""Of parts that are no linears: what chooses keys, tables of positions, convolutions, gates."""
+NAMED = ("deepseek_v32", "gpt_bigcode", "jamba", "nemotron_h", "opt", "qwen2_moe")
+"""Of parts that are no linears: what chooses keys, tables of positions, convolutions, gates, rates of a scan."""
 
 
 def described(case: str) -> tuple[Any, McaModelConfig]:

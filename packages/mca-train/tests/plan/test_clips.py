@@ -39,7 +39,7 @@ def test_clips_of_published_models_are_counted(name):
 
 def test_clips_that_cannot_be_planned_raise_one_error():
     audio, text = published("qwen2-audio-7b"), published("qwen2.5-vl-72b")
-    with pytest.raises(UsageError, match="--clip_seconds 31: qwen2_audio hears 30 seconds"):
+    with pytest.raises(UsageError, match="--clip_seconds 31: clips of qwen2_audio have at most 30 seconds"):
         plan_clips(audio, ALL, 4096, takes=True, seconds=31)
     with pytest.raises(
         UsageError, match="--clips 6: they are 4506 tokens, and a sequence has 4096 without images"

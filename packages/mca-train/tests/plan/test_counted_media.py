@@ -152,5 +152,18 @@ class Sizes:
 
 
 def test_gemma_4_hears_half_a_minute() -> None:
-    with pytest.raises(UsageError, match="--clip_seconds 31: gemma4 hears 30 seconds"):
+    with pytest.raises(UsageError, match="--clip_seconds 31: clips of gemma4 have at most 30 seconds"):
         plan_clips(published("gemma-4-e2b"), ALL, LONG, takes=True, seconds=31)
+
+
+@pytest.mark.parametrize(("name", "seconds"), [("audio-flamingo-3", 600), ("glm-asr-nano", 630)])
+def test_clips_of_several_windows_have_a_longest(name: str, seconds: int) -> None:
+    most = plan_clips(published(name), ALL, LONG, takes=True, seconds=seconds)
+    assert most is not None and most.windows == seconds // 30
+    with pytest.raises(UsageError, match=f"--clip_seconds {seconds + 1}: .* have at most {seconds} seconds"):
+        plan_clips(published(name), ALL, LONG, takes=True, seconds=seconds + 1)
+
+
+def test_frames_of_a_fixed_size_have_no_other() -> None:
+    with pytest.raises(UsageError, match=r"--image_size 112: .* are all of 448 pixels"):
+        plan_videos(published("internvl3-78b"), ALL, LONG, takes=True, count=1, pixels=112)

@@ -33,6 +33,7 @@ from mca_models.storage.dtypes import dtype_code
 from mca_models.storage.safetensors import plan_file, read_header
 from mca_models.storage.source import param_part_shapes, require_same_names
 from mca_models.storage.writer import SafetensorsWriter
+from mca_models.templates import get_family
 from mca_models.templates.shapes import full_shape
 from mca_models.torch_checkpoint.hf_bin import read_tensors
 from mca_models.weights import Param
@@ -60,6 +61,7 @@ def open_peft(path: Path, model: McaModelConfig) -> Adapter:
     refused = sorted(name for name in infos if ".lora_embedding_" in name)
     if refused:
         raise McaError(f"{file}: {refused[0]}: adapters on embeddings are not supported; use modules_to_save")
+    _require_adaptable(infos, model, file)
     infos = _without_unused(infos, model, file)
     model = model_with_head(model, config.document, infos)
     rules = rules_from_names(model, config, infos.keys())
@@ -70,6 +72,17 @@ def open_peft(path: Path, model: McaModelConfig) -> Adapter:
         logger.warning("%s: %s", path / FILE_NAME, problem)
     stacks = PeftReader(lambda name: infos[name].array(), model.num_experts or 1)
     return check_shapes(Adapter(model, config, rules, stacks.read), file)
+
+
+def _require_adaptable(infos: Values, model: McaModelConfig, file: Path) -> None:
+    """Raise if a factor adapts a module that transformers does not call, or whose output an adapter cannot change."""
+    unadaptable = get_family(model.model_type).unadaptable
+    for name in sorted(infos):
+        if (label := _FACTOR.sub("", name).rpartition(".")[2]) in unadaptable:
+            raise McaError(
+                f"{file}: {name}: adapters on {label} of {model.model_type} have no effect in transformers or fail "
+                f"there; train without them: exclude_modules=['{label}'] in PEFT's LoraConfig"
+            )
 
 
 def _without_unused(infos: Values, model: McaModelConfig, file: Path) -> Values:

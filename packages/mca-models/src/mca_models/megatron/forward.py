@@ -41,7 +41,12 @@ def model_logits(models: LiveModel, input_ids: Tensor, given: GivenMedia | None 
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     media: list[SequenceMedia | None] = []
-    run_on_all_ranks_unwrapped(lambda: media.extend(located_media(models, list(input_ids), given)))
+
+    def check() -> tuple[int, int]:
+        media.extend(located_media(models, list(input_ids), given))
+        return models.rank_context.coordinates.dp, media_checksum(media)
+
+    require_same_inputs(run_on_all_ranks_unwrapped(check))
     batch, length = input_ids.shape
     if models.config.embedding.learned_positions:
         require_learned_positions(length, models.config.max_position_embeddings)
@@ -102,6 +107,22 @@ def media_checksum(found: Sequence[SequenceMedia | None], start: int = 0) -> int
     """Return a CRC-32 of the locations of media; ``start`` without any."""
     spans = [media.places if media else () for media in found]
     return zlib.crc32(repr(spans).encode(), start) if any(spans) else start
+
+
+def require_same_inputs(everyone: Sequence[tuple[int, int]]) -> None:
+    """Raise if ranks of a replica have different experts, or media at other places.
+
+    Args:
+        everyone: Replica and checksum of every rank.
+    """
+    first: dict[int, tuple[int, int]] = {}
+    for rank, (replica, checksum) in enumerate(everyone):
+        other, expected = first.setdefault(replica, (rank, checksum))
+        if checksum != expected:
+            raise McaError(
+                f"ranks {other} and {rank}, of one replica, have different routed_experts or media; broadcast them "
+                "with the tokens"
+            )
 
 
 def _padded(models: LiveModel, tokens: Tensor) -> Tensor:

@@ -196,7 +196,7 @@ class VirtualModels(torch.nn.Module):
 
         Args:
             input_ids: ``[batch, seq]``, the same on every rank.
-            media: Of each row the images, videos and audio clips, as in ``log_probs``.
+            media: Images, videos and audio clips of each row, as in ``log_probs``.
 
         Returns:
             fp32 ``[batch, seq, vocab]`` without padding rows, the same on every rank.
@@ -241,7 +241,7 @@ class VirtualModels(torch.nn.Module):
                 experts or for all decoder layers; -1 for tokens whose experts the routers choose. The routers weigh
                 them by their own scores.
             return_routed_experts: Also return the experts of each token.
-            media: Of each sequence the outputs of the checkpoint's processor for its images, videos and audio clips
+            media: For each sequence the outputs of the checkpoint's processor for its images, videos and audio clips
                 (``pixel_values``, ``image_grid_thw``, ...), or an object with ``places`` and ``tensors``, such as the
                 images of a sample; None: it has none. ``input_ids`` have one placeholder for each feature, as the
                 processor writes them.

@@ -24,6 +24,7 @@ _NEVER_QUANTISED = (
     "shared_experts.gate_weight",
     "eh_proj.weight",
     "position_embeddings.weight",
+    "self_attention.A_log",
     "indexer.weights_proj",  # transformers keeps it in fp32, engines leave it as it is
 )
 _NOT_INSIDE = (Stage.LAST, Stage.VISION, Stage.PASSTHROUGH)

@@ -52,13 +52,17 @@ def read(hf: HfConfig) -> JsonObject:
     kinds = ["linear_attention" if (i + 1) % step else "full_attention" for i in range(count)]
     groups = {"n_group": hf["num_expert_group"], "num_experts_per_tok": hf["num_experts_per_token"]}
     experts = {"n_shared_experts": hf["num_shared_experts"], "n_routed_experts": hf["num_experts"]}
-    bound = float(hf.get("kda_lower_bound", -5.0)) if hf.get("kda_safe_gate", True) else None
-    if bound is not None and bound >= 0:
+    is_bounded, bound = hf.get("kda_safe_gate", True), hf.get("kda_lower_bound", -5.0)
+    if is_bounded and (not isinstance(bound, (int, float)) or bound >= 0):
         raise HfConfigError(f"config.json: 'kda_lower_bound' is {bound}; expected a number below 0")
     return {
         **sigmoid_experts({**hf, **groups, **experts}),
         **derive_moe_layers(hf),
-        **{"mtp_num_layers": 0, "linear_decay_bound": bound, **key_channels(hf)},
+        **{
+            "mtp_num_layers": 0,
+            "linear_decay_bound": float(bound) if is_bounded else None,
+            **key_channels(hf),
+        },
         "layer_types": tuple(hf.get("layer_types") or kinds),
         **delta_sizes(
             hf.get("linear_num_heads", hf["num_attention_heads"]),

@@ -1,5 +1,6 @@
 """Jamba: HF ``JambaForCausalLM``: Mamba 1 in most layers, attention without RoPE, experts in every other layer."""
 
+from mca_config.errors import HfConfigError
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
 from mca_models.templates.config_table import SILU, ConfigTable, Field, HfConfig, dense_fields
@@ -17,6 +18,13 @@ NAMES = MoeNames(router="mlp.router.weight")
 
 def read(hf: HfConfig) -> JsonObject:
     """Derive the layers with attention and those with experts, which come in periods."""
+    for kind in ("attn", "expert"):
+        offset, period = hf[f"{kind}_layer_offset"], hf[f"{kind}_layer_period"]
+        if not 0 <= offset < period:
+            raise HfConfigError(
+                f"config.json: '{kind}_layer_offset' is {offset}; expected 0 to {period - 1}, less than "
+                f"'{kind}_layer_period'"
+            )
     layers = range(hf["num_hidden_layers"])
     attended = [i % hf["attn_layer_period"] == hf["attn_layer_offset"] for i in layers]
     sparse = [i % hf["expert_layer_period"] == hf["expert_layer_offset"] for i in layers]

@@ -87,7 +87,7 @@ class Engine(Pipeline):
         self._num_items = num_items
         self.assumed_counts: list[float] = []
         """Loss count that the MoE and MTP losses of each step since the last log were scaled by."""
-        self._loss_count: Tensor | None = None  # of the last step, over all ranks
+        self._loss_count: Tensor | None = None  # of the gradients, over all ranks
         self._needs_global_load = moe_aux.needs_global_load(self.configs[0])
         self.params_dtype: torch.dtype = self.configs[0].params_dtype
         self.chunks = self._wrap(chunks)
@@ -195,11 +195,13 @@ class Engine(Pipeline):
 
         Args:
             batch: The micro-batches.
-            accumulate: Add the gradients to those of the last call, instead of replacing them.
+            accumulate: Add the gradients to those of the last call, instead of replacing them. Biases of routers
+                (``moe_router_enable_expert_bias``) are updated in each call.
         """
         self.require_active_engine()
         # Megatron reduces the whole buffer in place, and would reduce earlier gradients twice
         earlier = [buffer.grad_data.clone() for buffer in self._grad_buffers()] if accumulate else []
+        count = self._loss_count if accumulate else None
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -209,6 +211,8 @@ class Engine(Pipeline):
             loss = self.run(batch, forward_only=False)
         for buffer, gradients in zip(self._grad_buffers() if accumulate else (), earlier, strict=True):
             buffer.grad_data.add_(gradients)
+        if count is not None and self._loss_count is not None:
+            self._loss_count = self._loss_count + count
         return loss
 
     def _grad_buffers(self) -> list[Upstream]:

@@ -4,6 +4,7 @@ The lines are taken from dry runs, as those of `vision_memory`.
 """
 
 import copy
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -99,7 +100,7 @@ class Clips:
 
     @property
     def frames_first(self) -> bool:
-        """Whether the input has frames before bands."""
+        """True if the input has frames before bands."""
         return _KINDS[self.kind].frames_first
 
     @property
@@ -208,13 +209,16 @@ def _clips(
 ) -> Clips:
     """Return ``count`` clips of ``seconds`` for a tower with these ``sizes``."""
     kind = _KINDS[sizes["model_type"]]
-    frames = round((seconds or SECONDS) * kind.rate)
     most = 2 * (sizes.get("max_source_positions") or sizes.get("max_position_embeddings") or 1500)
     longest = most / kind.rate if kind.window and not kind.windows else kind.seconds
-    if longest is not None and frames > longest * kind.rate:
+    if kind.windows and tower.windows is not None:
+        longest = tower.windows * most / kind.rate
+    if seconds is not None and longest is not None and seconds > longest:
         raise UsageError(
-            f"--clip_seconds {seconds:g}: {config.model_type} hears {longest:g} seconds; set at most that"
+            f"--clip_seconds {seconds:g}: clips of {config.model_type} have at most {longest:g} seconds; set at "
+            "most that"
         )
+    frames = round(min(seconds or SECONDS, longest or math.inf) * kind.rate)
     full, rest = divmod(frames, most) if kind.windows else (0, frames)
     windows = full + (rest > 0)
     if tower.mask is None:  # all frames of a window count

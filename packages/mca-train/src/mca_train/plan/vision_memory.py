@@ -240,7 +240,7 @@ class Images:
     extent: Extent | None = None
     videos: VideoCount | None = None
     words: int = 1
-    counts_company: bool = False
+    takes_image_count: bool = False
     """The tower takes the number of images in each sequence."""
 
     @property
@@ -358,11 +358,7 @@ def plan_images(
                 "run supports no images; remove --images"
             )
         return None
-    if tower.side and pixels not in (None, tower.side):
-        raise UsageError(
-            f"--image_size {pixels}: images of {config.model_type}, or their tiles, are all of {tower.side} pixels; "
-            "leave it out, and count tiles by --images"
-        )
+    _require_side(config, tower, pixels)
     number, size = 1 if count is None else count, pixels or tower.side or PIXELS
     images = Images(
         tower=tower,
@@ -370,7 +366,7 @@ def plan_images(
         pixels=size,
         trained=trained,
         extent=_extent(config, tower, size, number),
-        counts_company=_counts_company(config),
+        takes_image_count=_takes_image_count(config),
     )
     if images.length > seq_length:
         if count is None and pixels is None:
@@ -382,7 +378,16 @@ def plan_images(
     return images if images.count else None
 
 
-def _counts_company(config: McaModelConfig) -> bool:
+def _require_side(config: McaModelConfig, tower: VisionTower, pixels: int | None) -> None:
+    """Raise if images or frames cannot have ``pixels``."""
+    if tower.side and pixels not in (None, tower.side):
+        raise UsageError(
+            f"--image_size {pixels}: images of {config.model_type}, their tiles, and frames are all of {tower.side} "
+            "pixels; leave it out, and count tiles by --images"
+        )
+
+
+def _takes_image_count(config: McaModelConfig) -> bool:
     family = get_family(config.model_type).vision
     return family is not None and family.tokens_together is not None
 
@@ -432,6 +437,7 @@ def plan_videos(
         raise UsageError(
             f"--videos: a {config.model_type} model takes no videos, or this kind of run supports none; remove --videos"
         )
+    _require_side(config, tower, pixels)
     number, seen = 1 if count is None else count, FRAMES if frames is None else frames
     made = Images(
         tower=tower,
@@ -440,7 +446,7 @@ def plan_videos(
         trained=trained,
         videos=VideoCount(number, seen),
         words=1 if family.video_tokens == "together" else FRAME_WORDS,
-        counts_company=_counts_company(config),
+        takes_image_count=_takes_image_count(config),
     )
     if tower.form == "pooled":
         unit = tower.patch * tower.merge

@@ -52,7 +52,7 @@ def planned_media(
     if settings.lora.adapter_name_or_path is not None:
         trained = adapted_parts(settings.lora.adapter_name_or_path, run.model)
     length, takes = settings.data.seq_length, run.task.takes_images
-    alone = count is None and (videos or frames)  # videos without images
+    alone = count is None and (videos or (videos is None and frames))  # videos without images
     images = None
     if not alone:
         images = plan_images(run.model, trained, length, takes=takes, count=count, pixels=pixels)

@@ -297,7 +297,8 @@ class AnswerTask(Task):
 
         reader, numbers = None, self.numbers(names, data, key)  # read from the row itself, in any format
         if images is None or not self.takes_images:
-            reject_images(names, data, f"{key}: mca-train {self.name}")
+            model = "" if images is None else f" of a {images.config.model_type} model"
+            reject_images(names, data, f"{key}: mca-train {self.name}{model}")
         else:
             reader = self.image_rows(names, images, data, tokenizer, key)
             names, tokenizer, data = reader.names, reader.tokenizer, reader.arguments

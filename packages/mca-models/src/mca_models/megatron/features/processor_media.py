@@ -84,6 +84,10 @@ def sequence_media(
     if given is None or not isinstance(given, Mapping):
         _require_covered(ids, given.places if given else (), config)
         return given
+    if lists := [name for name, x in given.items() if not isinstance(x, Tensor) and name not in _UNREAD]:
+        raise McaError(
+            f"{lists[0]} is a {type(given[lists[0]]).__name__}; call the processor with return_tensors='pt'"
+        )
     inputs = {name: x.cpu() for name, x in given.items() if isinstance(x, Tensor) and name not in _UNREAD}
     found = _locate(ids, _items(inputs, config), config)
     _require_covered(ids, found.places, config)
@@ -136,6 +140,8 @@ def _locate(ids: Tensor, items: Mapping[str, list[_Item]], config: McaModelConfi
                 "; pass the input_ids that the processor returned with them"
             )
         for item in own:
+            if item.tokens < 1:
+                raise McaError(f"an {medium} is too small for one feature; remove it")
             where, left = left[: item.tokens], left[item.tokens :]
             if medium == "video":
                 _require_silent(ids, where, config)

@@ -209,14 +209,21 @@ def replay_in_backward(model: GptModel, experts: Tensor | None, output: Tensor) 
 
 @contextmanager
 def routed_passes(models: Sequence[GptModel], *, record: bool = False) -> Iterator[None]:
-    """Run passes with given experts in this block, after which routers choose again. Blocks may be nested.
+    """Run passes with given experts in this block, after which routers choose again.
+
+    An inner block clears the given experts, and only one of nested blocks may record.
 
     Args:
         models: Chunks, wrapped or not.
         record: Record the experts of each pass.
+
+    Raises:
+        McaError: The routers do not report the experts that they choose.
     """
     for model in models if record else ():
-        for _, choice in _choices(model):
+        if choices := _choices(model):
+            _require_replayable(model.config)
+        for _, choice in choices:
             choice.recorded = []
     try:
         yield

@@ -36,7 +36,7 @@ from mca_models.megatron.types import MarkedParameter, MegatronConfig, ShardedSt
 
 _CUT = ("A_log", "D", "conv1d.weight", "conv1d.bias")
 _PARTS = ("scanned", "gate")
-"""Parts of the input projection (x, z); names differ from those of other layers in ``torch_dist`` directories."""
+"""Parts of the input projection (x, z); no other layer has both names in ``torch_dist`` directories."""
 
 
 def selective_scan(

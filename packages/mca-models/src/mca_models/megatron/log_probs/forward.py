@@ -44,6 +44,7 @@ from mca_models.megatron.forward import (
     located_media,
     media_checksum,
     micro_batch_group,
+    require_same_inputs,
 )
 from mca_models.megatron.layers.attention import set_packed_lengths
 from mca_models.megatron.layers.rope import length_dependent_ropes, set_longest_sequence
@@ -215,7 +216,7 @@ def _checked_batch(
         batches.append((batch, media))
         return models.rank_context.coordinates.dp, media_checksum(media, _checksum(batch.routed_experts))
 
-    _require_same_experts(run_on_all_ranks_unwrapped(check))
+    require_same_inputs(run_on_all_ranks_unwrapped(check))
     return batches[0]
 
 
@@ -224,22 +225,6 @@ def _checksum(experts: Tensor | None) -> int:
     if experts is None:
         return 0
     return zlib.crc32(experts.cpu().contiguous().numpy().tobytes(), zlib.crc32(str(experts.shape).encode()))
-
-
-def _require_same_experts(everyone: Sequence[tuple[int, int]]) -> None:
-    """Raise if ranks of a replica have different experts.
-
-    Args:
-        everyone: Replica and checksum of every rank.
-    """
-    first: dict[int, tuple[int, int]] = {}
-    for rank, (replica, checksum) in enumerate(everyone):
-        other, expected = first.setdefault(replica, (rank, checksum))
-        if checksum != expected:
-            raise McaError(
-                f"log_probs: ranks {other} and {rank}, of one replica, have different routed_experts or media; "
-                "broadcast them with the tokens"
-            )
 
 
 def _require_packs(models: LiveModel) -> None:

@@ -6,6 +6,7 @@
 import math
 from collections.abc import Iterator
 
+from mca_config.errors import HfConfigError
 from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
@@ -26,6 +27,8 @@ KIND = "selective_scan"
 
 def _read_sizes(hf: HfConfig) -> JsonObject:
     rank, hidden = hf.get("mamba_dt_rank", "auto"), hf["hidden_size"]
+    if rank != "auto" and not isinstance(rank, int):
+        raise HfConfigError(f"config.json: 'mamba_dt_rank' is {rank!r}; expected a number, or 'auto'")
     return {
         "scan_channels": hf.get("mamba_expand", 2) * hidden,
         "scan_step_rank": math.ceil(hidden / 16) if rank == "auto" else rank,

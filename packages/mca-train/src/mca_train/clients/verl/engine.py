@@ -90,6 +90,7 @@ class McaEngine(BaseEngine):  # type: ignore[misc]
         self._loss_function: LossFunction | None = None
         self._outputs: list[dict[str, Upstream]] = []
         self._has_gradients = False
+        self._has_recorded = False
         """The gradient buffers have gradients since `optimizer_zero_grad`."""
         self._delta: WeightDelta | None = None
         self._offload: EngineOffload | None = None
@@ -241,6 +242,12 @@ class McaEngine(BaseEngine):  # type: ignore[misc]
         micro_batches, indices = self._split(data)
         mode = self.engine_config.router_replay.mode
         records = mode == "R2" and forward_only and ROUTED_EXPERTS not in data.keys()
+        self._has_recorded |= records
+        if mode == "R2" and not self._has_recorded and ROUTED_EXPERTS in data.keys():
+            raise McaError(
+                "engine.router_replay.mode is R2, but verl's batch has the experts of the rollout; set "
+                "rollout.enable_rollout_routing_replay to false, or the mode to R3"
+            )
         experts = None if records or mode == "disabled" else partial(batch_experts, mode=mode)
         batch = step_batch(micro_batches, self._collator, self.ranks, self.models.config, experts)
         self._loss_function, self._outputs = loss_function, []

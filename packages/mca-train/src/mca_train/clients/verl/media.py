@@ -43,9 +43,12 @@ def sample_images(
     rows = [each.cpu() for each in data["position_ids"].unbind()]
     is_grid = config.mrope is not None and "spatial_merge_size" in config.hf_config.get("vision_config", {})
     find = _grid_images if is_grid else _images
-    return [
-        find(inputs, ids, place, config) for inputs, ids, place in zip(by_sample, tokens, rows, strict=True)
-    ]
+    found = []
+    for inputs, ids, place in zip(by_sample, tokens, rows, strict=True):
+        if not inputs:
+            _require_no_placeholders(ids, config)
+        found.append(find(inputs, ids, place, config))
+    return found
 
 
 def _require_no_placeholders(ids: Tensor, config: McaModelConfig) -> None:
