@@ -16,7 +16,7 @@ import tiny_vision
 
 import omni_reference
 import tiled_reference
-from mca_models.media import ImageSpan, attention_ends, feature_rows_of_batch, positions
+from mca_models.media import ImageSpan, attention_ends, batch_feature_rows, positions
 
 LENGTH, IMAGE, VIDEO = 24, 65, 66
 SMALL, WIDE = (2, 2), (2, 4)
@@ -486,7 +486,7 @@ def batch_of(reference: Mixed, rows: range, *, sections: bool) -> dict[str, Any]
         for row in rows
     )
     if images := joined(taken):
-        found = [torch.from_numpy(rows) for rows in feature_rows_of_batch([LENGTH] * len(where), where)]
+        found = [torch.from_numpy(rows) for rows in batch_feature_rows([LENGTH] * len(where), where)]
         batch["attention_ends"] = torch.stack(
             [torch.from_numpy(attention_ends(LENGTH, row)) for row in where]
         )

@@ -314,7 +314,7 @@ def test_late_layers_take_the_keys_of_the_last_of_their_kind() -> None:
     widths = [model.layer_config(layer).mlp.ffn_hidden_size for layer in range(6)]
     assert widths == [128, 128, 128, 256, 256, 256]
     late = model.layer_config(4)
-    assert late.takes_keys and late.layer_config(4) == late
+    assert late.accepts_keys and late.layer_config(4) == late
     assert model.layer_config(5) is model.layer_config(3)  # which is asked for every parameter
     with pytest.raises(McaError, match="num_kv_shared_layers 5 of 6 leaves no layer of type full_attention"):
         model.replace_fields(num_kv_shared_layers=5)

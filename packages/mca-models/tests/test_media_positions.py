@@ -9,7 +9,7 @@ import transformers
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mca_models.media import ImageSpan, attention_ends, feature_rows, feature_rows_of_batch, positions
+from mca_models.media import ImageSpan, attention_ends, batch_feature_rows, feature_rows, positions
 
 SECTIONED = (
     "qwen2_vl",
@@ -137,7 +137,7 @@ def test_rows_count_the_features_of_a_whole_micro_batch() -> None:
 def test_rows_of_images_come_before_those_of_clips_of_the_whole_batch() -> None:
     """Audio has the positions of text, and no attention to later tokens."""
     clip, image = ImageSpan(1, 1, 2, medium="audio"), ImageSpan(4, 1, 2)
-    rows = [found.tolist() for found in feature_rows_of_batch([6, 6], [[clip, image], [image]])]
+    rows = [found.tolist() for found in batch_feature_rows([6, 6], [[clip, image], [image]])]
     assert rows == [[-1, 4, 5, -1, 0, 1], [-1, -1, -1, -1, 2, 3]]
     assert positions(6, [clip]).tolist() == [list(range(6))] * 3
     assert attention_ends(6, [clip]).tolist() == list(range(1, 7))

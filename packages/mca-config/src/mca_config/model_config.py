@@ -264,9 +264,9 @@ class McaModelConfig:
         return 0 if self.per_layer_embedding is None else self.per_layer_embedding.per_layer_input_size
 
     @property
-    def takes_keys(self) -> bool:
+    def accepts_keys(self) -> bool:
         """Return whether this is the configuration of a layer with shared KV, which projects only queries."""
-        return self.shared_kv is not None and self.shared_kv.takes_keys
+        return self.shared_kv is not None and self.shared_kv.accepts_keys
 
     @property
     def padded_vocab_size(self) -> int:
@@ -291,11 +291,11 @@ class McaModelConfig:
         """Cache of :meth:`layer_config`, which runs for every parameter and whose results check all fields."""
         return {}
 
-    def _make_layer_config(self, kind: str | None, takes_keys: bool) -> Self:
+    def _make_layer_config(self, kind: str | None, accepts_keys: bool) -> Self:
         changes = {**((self.layer_type_overrides or {}).get(kind or "") or {})}
-        if takes_keys and self.shared_kv is not None:
+        if accepts_keys and self.shared_kv is not None:
             width = self.mlp.ffn_hidden_size * (2 if self.shared_kv.double_wide_mlp else 1)
-            changes |= {"takes_keys": True, "double_wide_mlp": False, "ffn_hidden_size": width}
+            changes |= {"accepts_keys": True, "double_wide_mlp": False, "ffn_hidden_size": width}
         return self.replace_fields(layer_type_overrides=None, **changes) if changes else self
 
     def kinds(self) -> list[Self]:

@@ -132,9 +132,7 @@ def feature_rows(length: int, images: Sequence[ImageSpan], first: int = 0) -> Nu
     return found
 
 
-def feature_rows_of_batch(
-    lengths: Sequence[int], sequences: Sequence[Sequence[ImageSpan]]
-) -> list[NumpyArray]:
+def batch_feature_rows(lengths: Sequence[int], sequences: Sequence[Sequence[ImageSpan]]) -> list[NumpyArray]:
     """Return `feature_rows` of each sequence of a micro-batch, whose images' features are before those of its clips.
 
     Args:

@@ -62,7 +62,7 @@ def test_ropes_are_as_long_as_the_longest_sequence(lengths, monkeypatch):
         _lengths=lambda number: None,
         _positions=lambda number, lengths: torch.zeros(3, 6, dtype=torch.int64),
         _rank_tokens=lambda lengths, rank, size: torch.arange(6),
-        _given_experts=lambda number, own: None,
+        _replayed_experts=lambda number, own: None,
     )
     (inputs,) = _Rows.micro_batches(rows, chunk)
     assert longest == [max(lengths, default=0)]

@@ -15,7 +15,7 @@ class SharedKv(Section):
     projects its own."""
     double_wide_mlp: bool = False
     """Layers with shared KV have an MLP of twice the width."""
-    takes_keys: bool = False
+    accepts_keys: bool = False
     """This is the configuration of a layer with shared KV (see ``layer_config``), which projects only queries."""
 
     def problems(self, model: ModelSizes) -> Iterator[str]:

@@ -36,7 +36,7 @@ def params(config: McaModelConfig) -> list[Param]:
     return moe_params(config, NAMES, latent_attention(config))
 
 
-def unread_norms(config: McaModelConfig) -> frozenset[str]:
+def unused_norms(config: McaModelConfig) -> frozenset[str]:
     """Return the names of the norms after dense layers."""
     dense = (layer for layer in range(config.num_layers) if not config.is_moe_layer(layer))
     return frozenset(HF.format(layer=layer) + NAMES.post_norm for layer in dense)
@@ -56,6 +56,6 @@ FAMILY = replace(
     config=CONFIG,
     params=params,
     moe=NAMES,
-    ignored_hf=unread_norms,
+    ignored_hf=unused_norms,
     detect_fields=detect_biases,
 )

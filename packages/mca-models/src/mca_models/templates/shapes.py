@@ -79,7 +79,7 @@ def _qkv(c: McaModelConfig) -> Shape:
         c.attention.num_attention_heads * (1 + c.attention.attention_output_gate) * c.attention.kv_channels
     )
     values = 0 if c.attention.values_are_keys else c.attention.value_width
-    if c.takes_keys:
+    if c.accepts_keys:
         return queries, c.hidden_size
     gates = c.attention.num_attention_heads * c.attention.head_gate
     return queries + c.attention.num_query_groups * (c.attention.kv_channels + values) + gates, c.hidden_size

@@ -89,7 +89,7 @@ def _tokens_per_image(config: McaModelConfig) -> int:
     return part.tokens_per_image(config)
 
 
-def _tokens_of_size(config: McaModelConfig) -> Callable[[int, int], int]:
+def _size_tokens(config: McaModelConfig) -> Callable[[int, int], int]:
     part = get_family(config.model_type).vision
     assert part is not None and part.tokens_of_size is not None, "the size of an image gives its tokens"
     return partial(part.tokens_of_size, config)
@@ -122,7 +122,7 @@ def _joined_tiles(
     processor: ImageProcessor, token: int, config: McaModelConfig, tokenizer: "PreTrainedTokenizerBase"
 ) -> ImageTokens:
     grids = _vision(config).get("image_grid_pinpoints")
-    count, part = _tokens_of_size(config), get_family(config.model_type).vision
+    count, part = _size_tokens(config), get_family(config.model_type).vision
     if part is not None and part.tokens_together is not None:
         return LoneTileTokens(processor, token, count, grids, part.tokens_together(config))
     return JoinedTileTokens(processor, token, count, grids)

@@ -139,7 +139,7 @@ def _joined_tiles(images: Images) -> dict[str, torch.Tensor]:
         "pixel_values": torch.zeros(images.count, tiles, 3, tower.tile, tower.tile),
         "image_sizes": torch.tensor([[images.pixels, images.pixels]] * images.count),
     }
-    if not images.takes_image_count:
+    if not images.has_image_count:
         return found
     num_images = -tiles if images.videos is not None else images.count
     return found | {"batch_num_images": torch.tensor([num_images] * images.count)}

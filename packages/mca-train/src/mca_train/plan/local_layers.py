@@ -75,7 +75,7 @@ def attention(config: McaModelConfig, sizes: Sizes, number: int) -> list[SavedTe
     lines = MAMBA_COSTS.saved(config, sizes) if config.has_parallel_mamba else []
     query, key = channels(config, sizes)
     if config.attention.qk_layernorm:
-        normalised = query + (0 if config.takes_keys else key)
+        normalised = query + (0 if config.accepts_keys else key)
         lines += norm(sizes.tokens, normalised, sizes, output=False)
     return lines + core(config, sizes, number)
 

@@ -247,7 +247,7 @@ class StepTimeModel:
         else:
             query, value = config.attention.kv_channels, config.attention.value_width
             made = query + (0 if config.attention.values_are_keys else value)
-            keys = 0 if config.takes_keys else max(config.attention.num_query_groups / tp, 1) * made
+            keys = 0 if config.accepts_keys else max(config.attention.num_query_groups / tp, 1) * made
             gated = 1 + config.attention.attention_output_gate
             weights = hidden * (heads * (gated * query + value) / tp + keys)
         seen = sizes.length * sizes.layout.cp / 2

@@ -78,7 +78,7 @@ def attention(config: McaModelConfig, sizes: Sizes, number: int) -> list[SavedTe
     query, key = local_layers.channels(config, sizes)
     lines: list[SavedTensor] = []
     if config.attention.qk_layernorm:  # copies its input out of the projection
-        normalised = query + (0 if config.takes_keys else key)
+        normalised = query + (0 if config.accepts_keys else key)
         lines = norm(sizes.tokens, normalised, sizes, output=False)
     if sizes.mca_attention:
         return mamba_lines + lines + local_layers.core(config, sizes, number)

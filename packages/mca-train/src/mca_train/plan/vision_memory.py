@@ -240,7 +240,7 @@ class Images:
     extent: Extent | None = None
     videos: VideoCount | None = None
     words: int = 1
-    takes_image_count: bool = False
+    has_image_count: bool = False
     """The tower takes the number of images in each sequence."""
 
     @property
@@ -366,7 +366,7 @@ def plan_images(
         pixels=size,
         trained=trained,
         extent=_extent(config, tower, size, number),
-        takes_image_count=_takes_image_count(config),
+        has_image_count=_has_image_count(config),
     )
     if images.length > seq_length:
         if count is None and pixels is None:
@@ -387,7 +387,7 @@ def _require_side(config: McaModelConfig, tower: VisionTower, pixels: int | None
         )
 
 
-def _takes_image_count(config: McaModelConfig) -> bool:
+def _has_image_count(config: McaModelConfig) -> bool:
     family = get_family(config.model_type).vision
     return family is not None and family.tokens_together is not None
 
@@ -446,7 +446,7 @@ def plan_videos(
         trained=trained,
         videos=VideoCount(number, seen),
         words=1 if family.video_tokens == "together" else FRAME_WORDS,
-        takes_image_count=_takes_image_count(config),
+        has_image_count=_has_image_count(config),
     )
     if tower.form == "pooled":
         unit = tower.patch * tower.merge

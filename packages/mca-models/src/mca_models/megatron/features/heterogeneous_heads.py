@@ -68,7 +68,7 @@ def heads_by_layer(config: McaModelConfig) -> tuple[HeadSettings, ...]:
             values_are_keys=layer_config.attention.values_are_keys,
             norm=layer_config.norm.layernorm_epsilon if layer_config.attention.value_norm else None,
             scale=layer_config.attention.value_scale,
-            reuses_kv=layer_config.takes_keys,
+            reuses_kv=layer_config.accepts_keys,
             shares_kv=layer in sources,
             gate=layer_config.attention.head_gate,
         )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
-from mca_models.media import ImageSpan, attention_ends, feature_rows_of_batch, positions
+from mca_models.media import ImageSpan, attention_ends, batch_feature_rows, positions
 from mca_models.megatron.features.media import image_reach
 
 Cut = Callable[[Tensor, int], Tensor]
@@ -103,7 +103,7 @@ class MediaJoiner:
             ends = torch.cat(each_end, 1 if packed else 0)
         if not self.decodes:
             return MediaArguments(sections=by_row, attention_ends=ends)
-        rows = [cut(torch.from_numpy(own)[None], 1) for own in feature_rows_of_batch(lengths, spans)]
+        rows = [cut(torch.from_numpy(own)[None], 1) for own in batch_feature_rows(lengths, spans)]
         return MediaArguments(
             sections=by_row,
             attention_ends=ends,

@@ -87,7 +87,7 @@ def _reuse(source: ContextSlice, layer: MegatronModule, args: Arguments, kwargs:
 
 def _layer(context: LayerContext) -> SpecChanges:
     """Remove the key norm of layers that reuse keys and values."""
-    return SpecChanges({"k_layernorm": remove_module} if context.layer.takes_keys else {})
+    return SpecChanges({"k_layernorm": remove_module} if context.layer.accepts_keys else {})
 
 
 SHARED_KV = Feature(

@@ -301,7 +301,7 @@ class _Rows:
                 "labels": local[1].contiguous(),
                 "position_ids": local[2].contiguous() if media.sections is None else media.sections,
                 "packed_seq_params": self._packed(lengths) if self._batch.packed else None,
-                "routed_experts": self._given_experts(number, own),
+                "routed_experts": self._replayed_experts(number, own),
             }
 
     def _joined_media(self, number: int, *, decodes: bool) -> MediaArguments:
@@ -319,7 +319,7 @@ class _Rows:
         )
         return joined.to(self._device)
 
-    def _given_experts(self, number: int, own: Tensor) -> Tensor | None:
+    def _replayed_experts(self, number: int, own: Tensor) -> Tensor | None:
         """Return the experts ``[height, own tokens, layers, topk]`` of a micro-batch."""
         given = self._batch.routed_experts
         if given is None:

@@ -47,7 +47,7 @@ def qkv(config: McaModelConfig) -> list[Param]:
         config.attention.num_attention_heads // config.attention.num_query_groups,
         config.attention.kv_channels,
     )
-    parts = "q" if config.takes_keys else "qk" if config.attention.values_are_keys else "qkv"
+    parts = "q" if config.accepts_keys else "qk" if config.attention.values_are_keys else "qkv"
     # rows of different heads count one by one
     rows = (heads * width, width, config.attention.value_width)[: len(parts)]
     names = [f"{x}_proj" for x in parts]
@@ -122,7 +122,7 @@ def qk_norms(config: McaModelConfig) -> list[Param]:
     layout = (
         Shaped((-1, config.attention.kv_channels)) if config.attention.qk_layernorm_per_head else SEPARATE
     )
-    parts = "q" if config.takes_keys else "qk"
+    parts = "q" if config.accepts_keys else "qk"
     names = ((f"self_attention.{x}_layernorm.weight", f"self_attn.{x}_norm.weight") for x in parts)
     norms = [inner(mca, hf, shard=COLUMN if own else REPLICATED, hf_layout=layout) for mca, hf in names]
     return norms if own else with_norm_biases(config, norms)
