@@ -47,7 +47,7 @@ def in_disorder(tensors: dict[str, torch.Tensor]) -> Iterator[Any]:
     draw = random.Random(5)
     pieces: list[Any] = []
     for name, tensor in tensors.items():
-        if draw.random() < 0.5:
+        if draw.random() < 0.5 or tensor.ndim == 0:
             pieces.append((name, tensor))
             continue
         step = -(-len(tensor) // 3)
