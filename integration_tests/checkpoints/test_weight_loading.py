@@ -56,7 +56,9 @@ def loaded(
     folder, found = tmp_path_factory.mktemp("loaded"), {}
     paths = {model: checkpoint_of(model, folder) for model in {case.model for case in needed(request)}}
     for num_ranks, cases in group_by_ranks(needed(request)).items():
-        found |= run_ranks(num_ranks, load_all, {case: paths[case.model] for case in cases}, timeout=300)[0]
+        found |= run_ranks(
+            num_ranks, load_all, {case: paths[case.model] for case in cases}, timeout=300 + 5 * len(cases)
+        )[0]
     return found
 
 

@@ -81,7 +81,7 @@ def streamed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     found = Streamed(folder, sources, {})
     for num_ranks, cases in group_by_ranks(needed(request)).items():
         paths = {case: sources[case.model] for case in cases}
-        ranks = run_ranks(num_ranks, stream_all, paths, folder, timeout=300)
+        ranks = run_ranks(num_ranks, stream_all, paths, folder, timeout=300 + 5 * len(cases))
         found.ranks.update({case: [rank[case] for rank in ranks] for case in cases})
     return found
 
