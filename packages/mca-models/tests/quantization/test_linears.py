@@ -25,7 +25,7 @@ from mca_models.weights import Stage
 
 UNREAD = sorted(case for case, (kind, _) in tiny_hf.ALL.items() if FAMILIES[kind].fp8_unsupported)
 NAMED = ("deepseek_v32", "gpt_bigcode", "jamba", "nemotron_h", "opt", "qwen2_moe")
-"""Of parts that are no linears: what chooses keys, tables of positions, convolutions, gates, rates of a scan."""
+"""Cases with matrices that are not linears: indexers, position tables, convolutions, gates, rates of a scan."""
 
 
 def described(case: str) -> tuple[Any, McaModelConfig]:
