@@ -30,6 +30,13 @@ KNOWN: dict[str, frozenset[str]] = {
     "images ": frozenset(
         f"{kind} in media_features.py:_run_vision" for kind in ("value", "size", "mask", "copy to the GPU")
     ),
+    # so do the features that are put in the order of tiles, and of lone images and several
+    **{
+        f"images {case}": frozenset(
+            f"{kind} in media_features.py:{function}" for kind in ("value", "size", "mask", "copy to the GPU")
+        )
+        for case, function in (("ovis2", "_run_marked"), ("llava_onevision", "_run_alone_and_together"))
+    },
     # and keep windows or masks in the host's memory, by which gradients are put back
     **dict.fromkeys(
         ("images qwen2_5_vl", "images qwen2_5_omni", "images exaone4_5", "images gemma4"),

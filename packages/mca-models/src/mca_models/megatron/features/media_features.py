@@ -255,24 +255,25 @@ def _run_alone_and_together(vision: HfModel, images: JsonObject) -> Tensor:
     1 is the only image of its sequence, a larger number one of several images, and a negative one the frames of a
     video.
     """
-    company, found = images["batch_num_images"], dict[int, Tensor]()
-    alone, pixels = company == 1, images["pixel_values"]
-    for number, frames in enumerate(company.tolist()):
+    counts, found = images["batch_num_images"].tolist(), dict[int, Tensor]()
+    pixels, sizes = images["pixel_values"], images["image_sizes"]
+    for number, frames in enumerate(counts):
         if frames < 1:
             output = vision.get_video_features(pixels[number : number + 1, :-frames], return_dict=True)
             found[number] = output.pooler_output[0]
-    for group in (alone, company > 1):
-        numbers = group.nonzero()[:, 0].tolist()
-        if not numbers:
-            continue
-        taken = (
-            numbers if group is alone or len(numbers) > 1 else numbers * 2
-        )  # one of several, and not alone
-        counts = [1] * len(taken) if group is alone else [len(taken)]
-        inputs = {name: images[name][taken] for name in ("pixel_values", "image_sizes")}
-        output = vision.get_image_features(**inputs, batch_num_images=counts, return_dict=True)
+    alone = [number for number, count in enumerate(counts) if count == 1]
+    together = [number for number, count in enumerate(counts) if count > 1]
+    for numbers in filter(None, (alone, together)):
+        # one of several images goes in twice, so that the tower does not take it for a lone one
+        taken = numbers if numbers is alone or len(numbers) > 1 else numbers * 2
+        output = vision.get_image_features(
+            pixel_values=pixels[taken],
+            image_sizes=sizes[taken],
+            batch_num_images=[1] * len(taken) if numbers is alone else [len(taken)],
+            return_dict=True,
+        )
         found |= dict(zip(numbers, output.pooler_output, strict=False))
-    return torch.cat([found[number] for number in range(len(alone))])
+    return torch.cat([found[number] for number in range(len(counts))])
 
 
 def _flatten(features: Tensor | Sequence[Tensor]) -> Tensor:
