@@ -86,19 +86,32 @@ def _beside_the_sources() -> list[list[Source]]:
     ]
 
 
+_FROM = re.compile(r"^[ \t]*from[ \t]+([\w.]+)[ \t]+import[ \t]+(?:\(([^)]*)\)|([\w \t,*]+))", re.MULTILINE)
+
+
 def missing_names(source: Source, modules: dict[str, set[str]]) -> list[str]:
-    """Return the names that `from module import name` would not find, anywhere in the file."""
-    return [
-        f"{source.module}:{node.lineno} {node.module} has no {alias.name}"
-        for node in ast.walk(ast.parse(source.text))
-        if isinstance(node, ast.ImportFrom) and node.module in modules
-        for alias in node.names
-        if not {alias.name, "*"} & modules[node.module] and f"{node.module}.{alias.name}" not in modules
-    ]
+    """Return the names that `from module import name` would not find, anywhere in the file, its scripts included."""
+    problems = []
+    for found in _FROM.finditer(source.text):
+        module, inside, after = found.groups()
+        words = re.sub(r"#.*", "", inside if inside is not None else after).split(",")
+        names = [word.split()[0] for word in words if word.strip()] if module in modules else []
+        line = source.text.count("\n", 0, found.start()) + 1
+        problems += [
+            f"{source.module}:{line} {module} has no {name}"
+            for name in names
+            if not {name, "*"} & modules[module] and f"{module}.{name}" not in modules
+        ]
+    return problems
+
+
+_MAY_IMPORT_A_TEST = re.compile(r"(?:from|import|import_module\()[^\n]*\btest_|^\s+test_\w+,?$", re.MULTILINE)
 
 
 def imported_tests(source: Source) -> list[str]:
     """Imports of test modules: what several tests use stands in a helper, so each can be moved and read alone."""
+    if not _MAY_IMPORT_A_TEST.search(source.text):
+        return []
     return [
         f"{source.module}:{found.line} imports {found.name}"
         for found in imports(source.text)
@@ -211,6 +224,9 @@ def test_an_import_that_finds_nothing_is_caught():
     there = "from a import b, c, d, e, f, g\n"
     assert not missing_names(Source("m", there), modules)
     assert missing_names(Source("m", "def f():\n    from a import h\n"), modules) == ["m:2 a has no h"]
+    assert missing_names(Source("m", "from a import (\n    b as h,  # c\n    i as b,\n)\n"), modules) == [
+        "m:1 a has no i"
+    ]
     assert not missing_names(Source("m", "from a import h"), {"a": defined("def __getattr__(name): ...")})
 
 
@@ -222,6 +238,7 @@ def test_an_import_that_finds_nothing_is_caught():
         "from torch_checkpoint.test_torch_dist import save",
         "from torch_checkpoint import test_torch_dist",
         'importlib.import_module("test_lora")',
+        "from torch_checkpoint import (\n    save,\n    test_torch_dist,\n)",
     ],
 )
 def test_an_import_of_a_test_module_is_caught(text):
