@@ -98,7 +98,7 @@ def located_media(
             raise McaError(f"media, sequence {number}: {error}") from error
     if any(found):
         layout = models.rank_context.layout
-        problems = image_problems(models.config, layout, models.megatron)
+        problems = image_problems(models.config, layout, models.megatron, trains=False)
         raise_problems(problems, f"images for {models.config.model_type} at {layout}")
     return found
 

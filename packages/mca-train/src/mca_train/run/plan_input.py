@@ -57,7 +57,16 @@ def planned_media(
     if not alone:
         images = plan_images(run.model, trained, length, takes=takes, count=count, pixels=pixels)
     room = length - (images.length if images else 0)
-    watched = plan_videos(run.model, trained, room, takes=takes, count=videos, frames=frames, pixels=pixels)
+    watched = plan_videos(
+        run.model,
+        trained,
+        room,
+        takes=takes,
+        count=videos,
+        frames=frames,
+        pixels=pixels,
+        with_images=images is not None,
+    )
     room -= watched.length if watched else 0
     heard = plan_clips(run.model, trained, room, takes=takes, count=clips, seconds=seconds)
     found = PlannedMedia(images=images, videos=watched, clips=heard)
