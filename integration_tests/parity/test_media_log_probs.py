@@ -180,6 +180,7 @@ def rejected(path: Path) -> list[str]:
         [video, none, video, none] if rank else list(images),  # wrong on one rank alone
         [{**video, "audio_values": torch.ones(1)}, none, images[2], none],
         [{name: x for name, x in video.items() if name != "second_per_grid_ts"}, none, images[2], none],
+        [{**video, "pixel_values_videos": video["pixel_values_videos"] + rank}, none, images[2], none],
     ):
         for call in (models.log_probs, models.logits):
             with pytest.raises(McaError) as error:
@@ -209,3 +210,4 @@ def test_media_of_other_placeholders_are_one_error_on_all_ranks(tmp_path: Path) 
         "media, sequence 0: second_per_grid_ts or video_second_per_grid must have one number for each of 1 videos; "
         "pass the processor's"
     )
+    assert found[12].startswith("ranks 0 and 1, of one replica, have different routed_experts or media; ")

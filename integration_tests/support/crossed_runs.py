@@ -4,6 +4,7 @@ Rows have two pictures, none and one, so that micro-batches and data-parallel ra
 """
 
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -69,6 +70,7 @@ def prepared(model: str, root: Path) -> Prepared:
     ]
     kinds = files_by_kind(rows, GOOD)
     kinds["reward"] = kinds["dpo"]
+    kinds["classify"] = [row | {"label": int(good)} for row, good in zip(kinds["sft"], GOOD, strict=True)]
     for kind, lines in kinds.items():
         (folder / f"{kind}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     parts, inputs = _gemma(folder) if model == "gemma3" else _qwen(model, folder)
@@ -138,6 +140,40 @@ def _gemma(folder: Path) -> tuple[Iterable[Any], Callable[..., Row]]:
         return _labelled(kind.tokenizer, tokens, answer, token_type_ids=types, **more)
 
     return (_made(config), kind.tokenizer, kind.processor), inputs
+
+
+def scored(made: Prepared, labels: int) -> Path:
+    """Write the model with a sequence-classification head; return its directory."""
+    path = made.folder / f"scored-{labels}"
+    if path.exists():
+        return path
+    shutil.copytree(made.folder / "model", path)
+    torch.manual_seed(labels)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(
+        made.folder / "model", num_labels=labels
+    )
+    torch.nn.init.normal_(model.score.weight)
+    model.save_pretrained(path)
+    return path
+
+
+def score_losses(kind: str, made: Prepared, path: Path) -> list[float]:
+    """Return the losses of steps of all parts of the model in ``path``, as a reward model or a classifier."""
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(path, attn_implementation="eager")
+
+    def score(row: Row) -> torch.Tensor:
+        values: torch.Tensor = model(**{name: x for name, x in row.items() if name != "labels"}).logits[0]
+        return values
+
+    def rewards() -> torch.Tensor:
+        margins = torch.stack([score(better) - score(worse) for better, worse in made.pairs()])
+        return -torch.nn.functional.logsigmoid(margins).mean()
+
+    def classes() -> torch.Tensor:
+        values = torch.stack([score(row) for row in made.rows()])
+        return torch.nn.functional.cross_entropy(values, torch.tensor(GOOD).long())
+
+    return stepped(model, rewards if kind == "reward" else classes)
 
 
 def part_of(name: str) -> str:

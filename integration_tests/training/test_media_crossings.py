@@ -13,7 +13,17 @@ import torch
 from safetensors.torch import load_file
 
 from cases import Case, as_params
-from crossed_runs import STEPS, Prepared, loaded, losses_of, part_of, prepared, write_adapter
+from crossed_runs import (
+    STEPS,
+    Prepared,
+    loaded,
+    losses_of,
+    part_of,
+    prepared,
+    score_losses,
+    scored,
+    write_adapter,
+)
 from media_runs import Row, answer_log_prob, load_model, run_training
 
 pytestmark = pytest.mark.ranks
@@ -32,6 +42,8 @@ LAYOUTS = {
     ),
     "dp2": ("--nproc_per_node", "2", "--gradient_accumulation_steps", "1"),
 }
+TWO_ROWS = ("--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2")
+"""Rows of a micro-batch where a pack is one of samples: KTO needs several in a step."""
 FROZEN = {"adapter": (), "seeing": ("language",), "speaking": ("vision", "projector"), "tower": ("vision",)}
 """Frozen parts of each way of training; an adapter on all parts trains none of them."""
 CASES = tuple(
@@ -72,9 +84,7 @@ def expected(made: Prepared, kind: str, way: str) -> tuple[list[float], Any]:
 
 def words_of(made: Prepared, kind: str, way: str, layout: str) -> tuple[str, ...]:
     """Return the options of a way of training."""
-    # the KL estimate of KTO needs several samples in a step, which are packed by micro-batch
-    batches = ("--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2")
-    words = ("--kto_beta", "1", *(batches if layout == "cp2packed" else ())) if kind == "kto" else ()
+    words = ("--kto_beta", "1", *(TWO_ROWS if layout == "cp2packed" else ())) if kind == "kto" else ()
     if way == "adapter":
         return (*words, "--adapter_name_or_path", str(adapter_of(made)), "--freeze", "null")
     return (*words, "--freeze", f"[{', '.join(FROZEN[way])}]")
@@ -101,6 +111,28 @@ def test_crossed_options_train_as_in_transformers(case: Case, root: Path) -> Non
         require_same_adapter(model, path, made.folder / "wanted")
     else:
         require_same_weights(model, path, made, FROZEN[way])
+
+
+HEADS = tuple(
+    Case(model, layout, (kind,))
+    for model in ("gemma3", "qwen3_5")
+    for kind in ("reward", "classify")
+    for layout in LAYOUTS
+)
+
+
+@pytest.mark.cases(0, always=["gemma3-cp2packed-reward"])
+@pytest.mark.parametrize("case", as_params(HEADS))
+def test_heads_on_recomputed_models_train_as_in_transformers(case: Case, root: Path) -> None:
+    (kind,), made = case.options, prepared(case.model, root)
+    path = scored(made, 1 if kind == "reward" else 2)
+    losses = score_losses(kind, made, path)
+    words = ["--model_name_or_path", str(path), *LAYOUTS[case.layout], *RECOMPUTE, "--max_steps", str(STEPS)]
+    words += ["--num_labels", "2"] if kind == "classify" else []
+    words += TWO_ROWS if case.layout == "cp2packed" else ()
+    logs = run_training(made.folder, case.id, *words, kind=kind)
+    assert [log["loss"] for log in logs] == pytest.approx(losses, rel=1e-5)
+    assert abs(losses[-1] - losses[0]) > 1e-3
 
 
 def require_same_adapter(model: Any, path: Path, folder: Path) -> None:
