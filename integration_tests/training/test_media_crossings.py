@@ -36,14 +36,11 @@ RECOMPUTE = (
 LAYOUTS = {
     "tp2": ("--tensor_model_parallel_size", "2", "--sequence_parallel"),
     "pp2": ("--pipeline_model_parallel_size", "2"),
-    "cp2packed": (
-        *("--context_parallel_size", "2", "--sequence_packing", "true", "--seq_length", "512"),
-        *("--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "1"),
-    ),
+    "cp2packed": ("--context_parallel_size", "2", "--sequence_packing", "true", "--seq_length", "512"),
     "dp2": ("--nproc_per_node", "2", "--gradient_accumulation_steps", "1"),
 }
-TWO_ROWS = ("--per_device_train_batch_size", "2", "--gradient_accumulation_steps", "2")
-"""Rows of a micro-batch where a pack is one of samples: KTO needs several in a step."""
+ONE_PACK = ("--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "1")
+"""A step of one pack with all rows, where packs are made of rows; other kinds pack the rows of a micro-batch."""
 FROZEN = {"adapter": (), "seeing": ("language",), "speaking": ("vision", "projector"), "tower": ("vision",)}
 """Frozen parts of each way of training; an adapter on all parts trains none of them."""
 CASES = tuple(
@@ -84,7 +81,8 @@ def expected(made: Prepared, kind: str, way: str) -> tuple[list[float], Any]:
 
 def words_of(made: Prepared, kind: str, way: str, layout: str) -> tuple[str, ...]:
     """Return the options of a way of training."""
-    words = ("--kto_beta", "1", *(TWO_ROWS if layout == "cp2packed" else ())) if kind == "kto" else ()
+    words = ("--kto_beta", "1") if kind == "kto" else ()
+    words += ONE_PACK if layout == "cp2packed" and kind in ("sft", "dpo") else ()
     if way == "adapter":
         return (*words, "--adapter_name_or_path", str(adapter_of(made)), "--freeze", "null")
     return (*words, "--freeze", f"[{', '.join(FROZEN[way])}]")
@@ -129,7 +127,6 @@ def test_heads_on_recomputed_models_train_as_in_transformers(case: Case, root: P
     losses = score_losses(kind, made, path)
     words = ["--model_name_or_path", str(path), *LAYOUTS[case.layout], *RECOMPUTE, "--max_steps", str(STEPS)]
     words += ["--num_labels", "2"] if kind == "classify" else []
-    words += TWO_ROWS if case.layout == "cp2packed" else ()
     logs = run_training(made.folder, case.id, *words, kind=kind)
     assert [log["loss"] for log in logs] == pytest.approx(losses, rel=1e-5)
     assert abs(losses[-1] - losses[0]) > 1e-3
