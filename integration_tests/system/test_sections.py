@@ -59,7 +59,7 @@ TRAINING = "mca_train"
 IN_TRAINING: Mapping[str, Mapping[str, str]] = {
     "moe": {
         "engine.rng": "routers draw noise",
-        "trainer.rules": "the rules of MoE arguments",
+        "trainer.unused_options": "MoE arguments without effect",
     },
     "vision": {
         "config.model_parts": "trained parts of a vision-language model",
