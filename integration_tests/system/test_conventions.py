@@ -97,8 +97,13 @@ def missing_names(source: Source, modules: dict[str, set[str]]) -> list[str]:
     ]
 
 
+_MAY_IMPORT_A_TEST = re.compile(r"(?:from|import|import_module\()[^\n]*\btest_|^\s+test_\w+,?$", re.MULTILINE)
+
+
 def imported_tests(source: Source) -> list[str]:
     """Imports of test modules: what several tests use stands in a helper, so each can be moved and read alone."""
+    if not _MAY_IMPORT_A_TEST.search(source.text):
+        return []
     return [
         f"{source.module}:{found.line} imports {found.name}"
         for found in imports(source.text)
@@ -211,6 +216,9 @@ def test_an_import_that_finds_nothing_is_caught():
     there = "from a import b, c, d, e, f, g\n"
     assert not missing_names(Source("m", there), modules)
     assert missing_names(Source("m", "def f():\n    from a import h\n"), modules) == ["m:2 a has no h"]
+    assert missing_names(Source("m", "from a import (\n    b as h,  # c\n    i as b,\n)\n"), modules) == [
+        "m:1 a has no i"
+    ]
     assert not missing_names(Source("m", "from a import h"), {"a": defined("def __getattr__(name): ...")})
 
 
@@ -222,6 +230,7 @@ def test_an_import_that_finds_nothing_is_caught():
         "from torch_checkpoint.test_torch_dist import save",
         "from torch_checkpoint import test_torch_dist",
         'importlib.import_module("test_lora")',
+        "from torch_checkpoint import (\n    save,\n    test_torch_dist,\n)",
     ],
 )
 def test_an_import_of_a_test_module_is_caught(text):
