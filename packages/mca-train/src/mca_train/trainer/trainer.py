@@ -171,6 +171,7 @@ class McaTrainer(HfTrainer):
             experts=ExpertBatching(config=config, required=self.requires_routed_experts),
             images=image_batching(config, decodes=self.ranks.is_first_stage),
             positions=config.max_position_embeddings if config.embedding.learned_positions else None,
+            vocab_size=config.vocab_size,
         )
 
     def _assemble(self, model: "VirtualModels", loaders: Loaders) -> None:
