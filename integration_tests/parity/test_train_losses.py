@@ -198,6 +198,9 @@ def told_in_python(checkpoint: Path, output: Path) -> list[str]:
     class OnLogits(McaTrainer):
         wants_logits = True
 
+    changed = arguments(output)
+    built_before = AutoModel.from_pretrained(checkpoint, changed)
+    changed.hidden_dropout, changed.bf16 = 0.5, True
     theirs = transformers.TrainingArguments(output_dir=str(output), use_cpu=True)
     unfinished = arguments(output, lr_scheduler_type="warmup_stable_decay")
     packing = arguments(output, sequence_packing=True)
@@ -219,6 +222,7 @@ def told_in_python(checkpoint: Path, output: Path) -> list[str]:
     quietly(lambda: McaTrainer(**(good | {"args": arguments(output, **alike)})))
     wrong = [
         lambda: McaTrainer(**(good | {"args": arguments(output, **another)})),
+        lambda: McaTrainer(**(good | {"args": changed, "model": built_before})),
         lambda: McaTrainer(**(good | {"model": torch.nn.Linear(1, 1)})),
         lambda: McaTrainer(**(good | {"args": theirs})),
         lambda: McaTrainer(**(good | {"args": unfinished})),
@@ -246,6 +250,7 @@ def test_what_python_gives_wrongly_is_one_line(checkpoint, tmp_path):
     expected = [
         "args differ from those that the model was built with: context_parallel_size 2 (the model has 1), bf16 True "
         "(the model has float32), hidden_dropout 0.5 (the model has 0.0), recompute_granularity full (the model has No",
+        "bf16 True (the model has float32), hidden_dropout 0.5 (the model has 0.0); pass the same args",
         "model is a Linear; expected what mca_models.AutoModel.from_pretrained returns",
         "expected mca_config.TrainingArguments",
         "warmup_stable_decay with lr_scheduler_kwargs {}: ",

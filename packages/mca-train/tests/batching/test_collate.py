@@ -329,9 +329,7 @@ IDS = {"input_ids": [1, 2, 3]}
 def test_tokens_and_labels_of_no_vocabulary_or_other_lengths_are_errors(sample, message, packed):
     step = collator(vocab_size=10, packed=packed)
     kept = IDS | {"labels": [-100, 0, 9]}
-    assert (
-        step([(kept, True), ({"input_ids": []}, True), (kept, False)]).num_tokens == 3
-    )
+    assert step([(kept, True), ({"input_ids": []}, True), (kept, False)]).num_tokens == 3
     with pytest.raises(McaError, match=message):
         step([(kept, True), (sample, True)])
 

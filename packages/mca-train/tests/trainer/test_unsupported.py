@@ -19,7 +19,7 @@ def reject_unsupported(arguments, given, kind=McaTrainer, model=None, dataset=No
         or SimpleNamespace(
             chunks=[],
             args=arguments,
-            config=SimpleNamespace(dtype="float32", head=head),
+            config=SimpleNamespace(dtype="float32", head=head, layout=ParallelLayout()),
             reject_hidden_adapter=lambda: None,
         ),
         args=arguments,

@@ -255,12 +255,10 @@ def model_arguments(setup: TrainerSetup) -> Iterator[str]:
     Arguments that shape a model are read when it is built. Those that the trainer's arguments omit stay as they were.
     """
     model, args = setup.model, setup.args
-    if args is model.args:
-        return
     if differences := [*_layout(model, args), *_precision(model, args), *_settings(model, args)]:
         yield (
             f"args differ from those that the model was built with: {', '.join(differences)}; pass the same args to "
-            "AutoModel, or remove them here"
+            "AutoModel, unchanged, or remove them here"
         )
 
 
