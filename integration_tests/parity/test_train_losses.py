@@ -234,8 +234,27 @@ def told_in_python(checkpoint: Path, output: Path) -> list[str]:
         lambda: OnLogits(**(good | {"args": smoothed})),
     ]
     failing = quietly(lambda: OneNumber(**good, eval_dataset={"some": samples(2)}))
+    attributes = {
+        "compute_metrics": print,
+        "compute_loss_func": print,
+        "data_collator": lambda rows: {"input_ids": [[1]]},
+        "optimizer": torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]),
+        "lr_scheduler": object(),
+    }
+
+    def set_since(**values: Any) -> Any:
+        trainer = McaTrainer(**good)
+        vars(trainer).update(values)
+        return trainer
+
     signals = failing.metrics
     wrong += [lambda: failing.evaluate(samples(2)), lambda: failing.evaluate("other")]
+    wrong += [set_since(**{name: value}).train for name, value in attributes.items()]
+    wrong += [
+        lambda: set_since(compute_metrics=print).evaluate(samples(2)),
+        McaTrainer(**good).create_optimizer,
+    ]
+    wrong += [lambda: McaTrainer(**good).create_optimizer_and_scheduler(3)]
     reported = []
     for call in wrong:
         with pytest.raises(McaError) as error:
@@ -262,6 +281,15 @@ def test_what_python_gives_wrongly_is_one_line(checkpoint, tmp_path):
         "label_smoothing_factor is not supported with wants_logits; remove it",
         "OneNumber.compute_loss returned tensor(",
         "eval_dataset has no dataset 'other'; it has: some",
+        "compute_metrics was set on the trainer, which has no effect (evaluation computes the loss only; ov",
+        "compute_loss_func was set on the trainer, which has no effect (override compute_loss); remove it",
+        "data_collator made no tensor 'input_ids'",
+        *[
+            "optimizer or lr_scheduler was set on the trainer, which has no effect (the optimizer is Megatron's"
+        ]
+        * 2,
+        "compute_metrics was set on the trainer",
+        *["McaTrainer.create_optimizer is not supported; the optimizer is Megatron's: set optimizer"] * 2,
     ]
     for message, part in zip(reported, expected, strict=True):
         assert part in message, message

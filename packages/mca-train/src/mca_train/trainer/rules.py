@@ -26,7 +26,7 @@ from mca_train.checkpoint.model import require_format
 from mca_train.losses import kto, preference
 from mca_train.losses.options import kto_key_problems, pair_key_problems, score_key_problems
 from mca_train.lr_schedule import schedule_problems
-from mca_train.trainer.base import Hooks
+from mca_train.trainer.base import HfTrainer, Hooks
 from mca_train.trainer.unused_options import unused_option_names
 from mca_train.types import SampleSource, VirtualModels
 
@@ -85,6 +85,24 @@ def require_types(model: VirtualModels, args: "TrainingArguments") -> None:
         raise McaError(
             f"args is a {type(args).__module__}.{type(args).__name__}; expected mca_config.TrainingArguments"
         )
+
+
+def require_unset(trainer: HfTrainer) -> None:
+    """Raise if an attribute was set after construction that the constructor does not accept.
+
+    Raises:
+        McaError: One is set.
+    """
+    set_since = {name: why for name, why in _PARAMETERS.items() if vars(trainer).get(name) is not None}
+    if trainer.has_other_optimizer():
+        set_since |= {"optimizer or lr_scheduler": f"{_OPTIMIZER}; {_SCHEDULE}"}
+    raise_problems(
+        [
+            f"{name} was set on the trainer, which has no effect ({why}); remove it"
+            for name, why in set_since.items()
+        ],
+        type(trainer).__name__,
+    )
 
 
 def require_unmerged(model: VirtualModels) -> None:
