@@ -97,12 +97,12 @@ def _fails_on_rank(command: str, kind: Task | None, values: Values, where: str, 
         True if the run is wrong and the first rank of this machine, which raises the error, is another one.
     """
     from mca_train.launch.environment import LISTENER
-    from mca_train.run import early_check
+    from mca_train.run.settings import check_run
 
     if LISTENER in os.environ or kind is None or command != kind.name:
         return False  # mca-train has checked the run before it started the rank
     try:
-        early_check.check_run(kind, values, where, launched=True)
+        check_run(kind, values, where, launched=True)
     except McaError:
         if int(os.environ.get("LOCAL_RANK", "0")) == 0:
             raise
@@ -120,19 +120,19 @@ def _fails_before_imports(
     """
     from mca_config.parser import from_namespace
     from mca_train.plan.options import PlanOptions
-    from mca_train.run import early_check
+    from mca_train.run import settings
 
     if command == "tokenize":
-        early_check.check_tokenize(values, where)
+        settings.check_tokenize(values, where)
     elif command == "data":
-        early_check.check_data(kind, values, where)
+        settings.check_data(kind, values, where)
     elif command == "plan" or kind is None:
         chosen = from_namespace(PlanOptions, options)
-        problems = early_check.plan_problems(kind, values, where, chosen)
+        problems = settings.plan_problems(kind, values, where, chosen)
         sys.stdout.write(chosen.render_impossible(problems) if problems else "")
         return bool(problems)
     else:
-        early_check.check_run(kind, values, where)
+        settings.check_run(kind, values, where)
     return False
 
 

@@ -17,10 +17,9 @@ from transformers.trainer_utils import SchedulerType
 
 from mca_config.errors import McaError
 from mca_train.config import early_rules
-from mca_train.run.early_check import check_run
 from mca_train.run.early_columns import read_columns
 from mca_train.run.rules import check
-from mca_train.run.settings import load_values, make_settings
+from mca_train.run.settings import check_run, load_values, make_settings
 from mca_train.tasks.table import TASKS
 
 HEAVY = ("torch", "transformers", "megatron", "datasets")

@@ -296,10 +296,10 @@ def _stages(
     for pp, counts in enumerate(_stage_counts(plan_input, model.training, grid)):
         needs = _needs(model, plan.chunks[pp], pp, counts, share)
         if evaluating is not None:
-            alone = int(max(forward_only_memory(evaluating, chunk) for chunk in plan.chunks[pp]))
-            needs = replace(needs, evaluation=alone if plan_input.evaluated else 0)
+            forward_only = int(max(forward_only_memory(evaluating, chunk) for chunk in plan.chunks[pp]))
+            needs = replace(needs, evaluation=forward_only if plan_input.evaluated else 0)
             if plan_input.precomputed:
-                needs = replace(needs, beforehand=needs.reference + alone, reference=0)
+                needs = replace(needs, beforehand=needs.reference + forward_only, reference=0)
         found.append(needs)
     return found
 
