@@ -112,6 +112,27 @@ def test_methods_that_are_never_called_are_refused(arguments):
     )
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "_clip_grad_norm",
+        "_get_num_items_in_batch",
+        "_inner_training_loop",
+        "_load_best_model",
+        "_load_from_checkpoint",
+        "_maybe_log_save_evaluate",
+        "_prepare_input",
+        "_save",
+        "compute_loss_context_manager",
+    ],
+)
+def test_steps_of_the_loop_of_hugging_face_are_refused(arguments, name):
+    assert hasattr(McaTrainer, name), "a method of Hugging Face"
+    kind = type("Mine", (McaTrainer,), {name: lambda self, *values, **options: None})
+    with pytest.raises(McaError, match=f"Mine overrides {name}, which is never called .(override|set|read) "):
+        reject_unsupported(arguments, {}, kind)
+
+
 @pytest.mark.parametrize("value", ["end", "checkpoint", "false"])
 def test_wandb_is_not_given_a_model_without_weights(value, monkeypatch):
     from transformers.integrations.integration_utils import WandbLogModel

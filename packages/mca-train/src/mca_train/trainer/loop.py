@@ -195,7 +195,7 @@ class Loop:
         if hf.control.should_save:
             self._watch.hang_detector.enter("saving", step)
             with self._logger.meter.pause(), self._saver.checkpoints.finishing_on_error():
-                self._saver.save_checkpoint()
+                hf._save_checkpoint(self._model, None)  # users override it
             hf.control.should_save = False
 
     def _evaluate_or_put_off(self) -> None:

@@ -138,6 +138,9 @@ _ORDER = f"{_LOADERS} in the order that you want, with train_sampling_strategy s
 _OPTIMIZER = _PARAMETERS["optimizers"]
 _SCHEDULE = "set lr_scheduler_type and lr_scheduler_kwargs, or learning_rate"
 _EVALUATION = "override evaluate or compute_loss"
+_STEP = "override training_step or compute_loss"
+_CHECKPOINT = "override _save_checkpoint and call super, or write files in a callback's on_save"
+_RESUME = "read files in a callback's on_train_begin"
 _METHODS: Mapping[str, str] = {
     "get_train_dataloader": _LOADERS,
     "get_eval_dataloader": _LOADERS,
@@ -153,6 +156,21 @@ _METHODS: Mapping[str, str] = {
     "evaluation_loop": _EVALUATION,
     "get_batch_samples": "override before_forward, which gets each step's batch",
     "_prepare_inputs": "override before_forward, which gets each step's batch",
+    "_prepare_input": "override before_forward, which gets each step's batch",
+    "_get_num_items_in_batch": "override num_items and compute_loss, which count the targets",
+    "compute_loss_context_manager": "override compute_loss",
+    "autocast_smart_context_manager": "set bf16 or fp16",
+    "_clip_grad_norm": "set max_grad_norm",
+    "_inner_training_loop": _STEP,
+    "_run_epoch": _STEP,
+    "_maybe_log_save_evaluate": "override log, evaluate or _save_checkpoint, or add a callback",
+    "_save": _CHECKPOINT,
+    "_save_optimizer_and_scheduler": _CHECKPOINT,
+    "_save_rng_state": _CHECKPOINT,
+    "_load_from_checkpoint": _RESUME,
+    "_load_optimizer_and_scheduler": _RESUME,
+    "_load_rng_state": _RESUME,
+    "_load_best_model": "read files in a callback's on_train_end",
 }
 """Methods of Hugging Face's Trainer that are never called, and their replacements."""
 _OTHERWISE: Mapping[str, str] = {
@@ -179,7 +197,7 @@ def overridden_methods(setup: TrainerSetup) -> Iterator[str]:
     """Yield an error for each overridden method that is never called, or has other parameters."""
     kind = type(setup.trainer)
     for name, why in _METHODS.items():
-        if getattr(kind, name) is not getattr(setup.base, name):
+        if getattr(kind, name, None) is not getattr(setup.base, name, None):
             yield f"{kind.__name__} overrides {name}, which is never called ({why}); remove it"
     for name, why in _OTHERWISE.items():
         parameters = inspect.signature(getattr(kind, name)).parameters
