@@ -362,3 +362,15 @@ def test_rows_of_a_collator_are_checked_like_samples(changes, message):
             assert step(CountedSamples(dataset()).__getitems__([0, 2])).num_tokens == 4
     with pytest.raises(McaError, match=message):
         step(CountedSamples(dataset()).__getitems__([0, 2]))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("value", [-100.0, -1.0, 3.0, 1.7, float("nan")])
+def test_a_class_that_the_head_does_not_have_is_an_error(value, packed):
+    step = collator(num_classes=3, packed=packed)
+    kept = [(IDS | {"values": [float(number)]}, True) for number in range(3)]
+    assert step(kept).num_samples == 3
+    with pytest.raises(
+        McaError, match=f"has class {value:g} in 'values'; expected a whole number from 0 to 2"
+    ):
+        step([*kept, (IDS | {"values": [value]}, True)])

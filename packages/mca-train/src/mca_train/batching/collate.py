@@ -119,6 +119,7 @@ class StepCollator:
         experts: Check of the experts of samples.
         positions: Number of learned position embeddings; None: the model has none.
         vocab_size: Vocabulary size of the model without padding, to check tokens and labels; None: not checked.
+        num_classes: Number of classes, one of which is the value of each sample; None: values are other numbers.
     """
 
     collate: Collator
@@ -134,6 +135,7 @@ class StepCollator:
     experts: ExpertBatching = field(default_factory=ExpertBatching)
     positions: int | None = None
     vocab_size: int | None = None
+    num_classes: int | None = None
 
     def __call__(self, samples: Sequence[tuple[Sample, bool]]) -> StepBatch:
         """Collate the ``(sample, counts)`` pairs of this rank."""
@@ -158,6 +160,9 @@ class StepCollator:
         micro_batches = tuple(
             self._add_sequence_data(batch, group) for batch, group in zip(micro_batches, flat, strict=True)
         )
+        if self.num_classes is not None:
+            for batch in micro_batches:
+                _require_classes(batch.values, self.num_classes)
         return StepBatch(
             micro_batches=micro_batches,
             seq_length=micro_batches[0].input_ids.shape[1] * self.context_parallel_size,
@@ -378,6 +383,17 @@ def _require_right_padding(batch: Mapping[str, Tensor], mask: Tensor) -> None:
         raise McaError(
             "data_collator made position_ids that do not count from 0, which suggests several samples in one row; "
             "remove it and set sequence_packing"
+        )
+
+
+def _require_classes(values: Tensor | None, count: int) -> None:
+    """Raise a `McaError` unless the first value of each sequence, if it has any, is one of ``count`` classes."""
+    classes = torch.zeros(0) if values is None else values[:, 0]
+    wrong = (classes < 0) | (classes >= count) | (classes != classes.floor())
+    if bool(wrong.any()):
+        raise McaError(
+            f"a sample of the dataset has class {float(classes[wrong][0]):g} in 'values'; expected a whole number from "
+            f"0 to {count - 1}, the labels of the model's head; leave out samples without a class"
         )
 
 
