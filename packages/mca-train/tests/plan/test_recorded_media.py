@@ -1,4 +1,4 @@
-"""Images, videos and clips that a plan assumes for each published model, to twelve digits, and the file that records them.
+"""Images, videos and clips that a plan assumes for each published model, to twelve digits, and their record.
 
     .venv/bin/python packages/mca-train/tests/plan/test_recorded_media.py    # records what the planner says now
 
