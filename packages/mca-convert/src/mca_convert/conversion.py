@@ -1,7 +1,7 @@
 """A conversion from one directory to another: planned and checked for completeness, then executed by `engine`."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -82,6 +82,7 @@ class Conversion:
         progress: Progress | None = None,
         *,
         overwrite: bool = False,
+        require_replaceable: Callable[[], None] = lambda: None,
     ) -> Path:
         """Write the new checkpoint; ``destination`` is complete or absent.
 
@@ -91,6 +92,7 @@ class Conversion:
             progress: See `Progress`; called with 0 before the first file is made, and before the result is put in
                 place.
             overwrite: Replace the contents of ``destination``.
+            require_replaceable: Called before that; raises if they must be kept.
 
         Raises:
             McaError: The destination exists, a file cannot be read or written, or the conversion computes values from
@@ -102,7 +104,9 @@ class Conversion:
         needed = self.nbytes + sum(file.stat().st_size for file in side_files(self.source.path))
         counter = ByteCounter(self.nbytes, progress)
         counter.check()
-        partial = PartialDirectory(destination, overwrite=overwrite)
+        partial = PartialDirectory(
+            destination, overwrite=overwrite, require_replaceable=require_replaceable
+        )
         with partial.writing(needed) as path:
             records = self._write_weights(path, limits, counter)
             files = {str(Path(self.prefix, name)): record.nbytes for name, record in records.items()}
