@@ -225,7 +225,9 @@ class MergedTensor(LazyTensorBase):
         if saved is not None:
             return self._saved(saved, start, stop).astype(_work(dtype))
         base = self.source.base
-        return self._rows(base.gathers(self.param, HF)[self.number], base.parts(self.param), start, stop, dtype)
+        return self._rows(
+            base.gathers(self.param, HF)[self.number], base.parts(self.param), start, stop, dtype
+        )
 
     def _saved(self, saved: Param, start: int, stop: int) -> NumpyArray:
         """Rows ``start:stop`` as the adapter saved them; only these are read where its files have them."""
