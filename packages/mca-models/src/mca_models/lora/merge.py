@@ -240,7 +240,7 @@ class MergedTensor(LazyTensorBase):
                 f"{list(self.shape)}; merge into the model that it was trained on"
             )
         if adapter.saved_parts is None:
-            return saved.from_full(adapter.read(saved))[self.number][start:stop]
+            return np.asarray(saved.from_full(adapter.read(saved))[self.number][start:stop])
         side, parts = adapter.saved_parts(saved)
         gather = plan_gathers(saved, full, side, HF)[self.number]
         return self._rows(gather, parts, start, stop, numpy_dtype(parts[0].info.dtype))
