@@ -37,13 +37,13 @@ from mca_train.losses.token_loss import num_targets, require_sums, token_loss
 from mca_train.metrics.log_file import JsonlLog
 from mca_train.metrics.metric_accumulator import Extreme, MetricAccumulator
 from mca_train.trainer.base import HfTrainer, Progress
-from mca_train.trainer.evaluator import Evaluator
+from mca_train.trainer.evaluator import EvaluationStopped, Evaluator
 from mca_train.trainer.hf_shims import ModelView
 from mca_train.trainer.logger import Logger
 from mca_train.trainer.loop import Loop
 from mca_train.trainer.model_runner import ModelRunner
 from mca_train.trainer.monitor import Watch
-from mca_train.trainer.rules import RULES, Rule, Subject, check, require_no_upload, require_unmerged
+from mca_train.trainer.rules import RULES, Rule, TrainerSetup, check, require_no_upload, require_unmerged
 from mca_train.trainer.saver import Saver
 from mca_train.trainer.step_loaders import StepLoaders
 from mca_train.trainer.unused_options import warn
@@ -126,7 +126,7 @@ class McaTrainer(HfTrainer):
             "peft_config": peft_config,
             "tokenizer": tokenizer,
         }
-        subject = Subject(
+        setup = TrainerSetup(
             model=model,
             args=args,
             trainer=self,
@@ -134,7 +134,7 @@ class McaTrainer(HfTrainer):
             parameters=unsupported,
             train_dataset=train_dataset,
         )
-        check(subject, self._rules)
+        check(setup, self._rules)
         super().__init__(
             groups.current_ranks(model.config.layout),
             ModelView(model.config.hf_config),
@@ -308,6 +308,15 @@ class McaTrainer(HfTrainer):
         for name, part in dataset.items():
             metrics |= self.evaluate(part, metric_key_prefix=f"{metric_key_prefix}_{name}")
         return metrics
+
+    def evaluate_until_signal(self) -> bool:
+        """Evaluate as `evaluate`; return False if SIGTERM ended the evaluation on all ranks."""
+        try:
+            with self._evaluator.stopping_on_signal():
+                self.evaluate()
+        except EvaluationStopped:
+            return False
+        return True
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model as an MCA checkpoint, with the tokenizer; all ranks take part.
