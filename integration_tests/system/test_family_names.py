@@ -15,7 +15,9 @@ TABLES = frozenset(
 )
 """Modules that list families: what they are, what is particular to each or why it is refused, HF's classes of heads."""
 
-NAMES = frozenset(FAMILIES) | {kind for family in FAMILIES.values() for kind in family.texts}
+LAYERS = frozenset({"mamba"})
+"""Families whose name a type of layers has too, in families of other names (`McaModelConfig.layer_types`)."""
+NAMES = (frozenset(FAMILIES) | {kind for family in FAMILIES.values() for kind in family.texts}) - LAYERS
 _QUOTED = re.compile("['\"](?:" + "|".join(sorted(NAMES)) + ")['\"]")
 
 OWN = {

@@ -70,7 +70,8 @@ def settings_of(config: McaModelConfig) -> Iterator[Settings]:
     layer = min(layers)
     every = {"target_modules": "all-linear"}
     yield every
-    yield {**every, "exclude_modules": [last], "rank_pattern": {labels[0]: 3}, "use_rslora": True}
+    if others := [label for label in labels if label != last]:
+        yield {**every, "exclude_modules": [last], "rank_pattern": {others[0]: 3}, "use_rslora": True}
     yield {**every, "exclude_modules": rf".*\.{layer}\..*"}
     yield {**every, "lora_dropout": 0.1}
     if stacks := {".".join(each.module.split(".")[-2:]) for each in stacked_targets(config)}:

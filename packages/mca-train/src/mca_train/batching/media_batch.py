@@ -43,6 +43,7 @@ class ImageBatching(MediaJoiner):
             attention_ends=made.attention_ends,
             feature_rows=made.feature_rows,
             images=made.images,
+            has_media=True,
         )
 
 

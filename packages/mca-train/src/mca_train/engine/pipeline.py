@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mca_config.types import JsonObject
 from mca_models.megatron.distributed import parallel
+from mca_models.megatron.features.mtp_media import widened_length
 from mca_models.megatron.features.router_replay import (
     replay_in_backward,
     require_replayed,
@@ -67,19 +68,26 @@ class Pipeline:
         parallel.activate_process_groups(self.models)
         iterators = [iter(batch.micro_batches) for _ in self.chunks]
         self._micro_batch_sums = []
+        length = widened_length(
+            batch.seq_length,
+            self.configs[0].mtp_num_layers,
+            self.configs[0].pipeline_model_parallel_size,
+            has_media=batch.has_media,
+        )
         with routed_passes(self.models):
             get_forward_backward_func()(
                 forward_step_func=partial(
                     self._forward_step,
                     loss=loss or self._loss,
                     stopwatch=None if forward_only else self.stopwatch,
+                    sends_features=length > batch.seq_length,
                 ),
                 data_iterator=iterators if len(iterators) > 1 else iterators[0],
                 model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
                 num_microbatches=len(batch.micro_batches),
-                seq_length=batch.seq_length,
+                seq_length=length,
                 micro_batch_size=batch.micro_batch_size,
-                decoder_seq_length=batch.seq_length,
+                decoder_seq_length=length,
                 forward_only=forward_only,
             )
         for ropes in self._ropes.values():
@@ -115,6 +123,7 @@ class Pipeline:
         *,
         loss: LossFunction,
         stopwatch: Stopwatch | None = None,
+        sends_features: bool = False,
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor | JsonObject, ...]]]:
         """Run one micro-batch through ``model``, as Megatron's schedule calls it.
 
@@ -137,6 +146,7 @@ class Pipeline:
                 padding_mask=pass_sequence_ids(batch, model),
                 packed_seq_params=_packed_params(batch, on_host.cu_seqlens),
                 **self._images(batch),
+                **({"sends_features": True} if sends_features else {}),
             )
         require_replayed(model)
         replay_in_backward(model, batch.routed_experts, output)
@@ -152,12 +162,14 @@ class Pipeline:
 
     def _images(self, batch: MicroBatch) -> JsonObject:
         """Return a chunk's image inputs, with pixels in the weights' dtype."""
-        ends = {} if batch.attention_ends is None else {"attention_ends": batch.attention_ends}
+        ends: JsonObject = {} if batch.attention_ends is None else {"attention_ends": batch.attention_ends}
+        if batch.feature_rows is not None:
+            ends["feature_rows"] = batch.feature_rows
         if batch.images is None:
             return ends
         dtype = next(self.chunks[0].parameters()).dtype
         images = {name: x.to(dtype) if x.is_floating_point() else x for name, x in batch.images.items()}
-        return {"images": images, "feature_rows": batch.feature_rows, **ends}
+        return {"images": images, **ends}
 
     @property
     def _device(self) -> torch.device:

@@ -387,6 +387,18 @@ def _require_side(config: McaModelConfig, tower: VisionTower, pixels: int | None
         )
 
 
+def _frame_side(tower: VisionTower, *, tiles: bool) -> int | None:
+    """Return the side of frames that processors make of one size; None: frames are as large as images.
+
+    Args:
+        tower: The tower.
+        tiles: Each frame is a tile.
+    """
+    if tower.form == "pooled":
+        return isqrt(FRAME_TOKENS) * tower.patch * tower.merge
+    return tower.tile if tiles else None
+
+
 def _has_image_count(config: McaModelConfig) -> bool:
     family = get_family(config.model_type).vision
     return family is not None and family.tokens_together is not None
@@ -415,6 +427,7 @@ def plan_videos(
     count: int | None = None,
     frames: int | None = None,
     pixels: int | None = None,
+    with_images: bool = False,
 ) -> Images | None:
     """Return the videos of each sequence in a plan, as images.
 
@@ -426,6 +439,7 @@ def plan_videos(
         count: Requested number; None: none, or one if frames are requested.
         frames: Requested frames of each that the model sees; None: `FRAMES`.
         pixels: Requested side of a frame; None: `PIXELS`, or what the model takes.
+        with_images: There are images of ``pixels`` too.
 
     Raises:
         UsageError: The requested videos are not possible.
@@ -438,24 +452,24 @@ def plan_videos(
             f"--videos: a {config.model_type} model takes no videos, or this kind of run supports none; remove --videos"
         )
     _require_side(config, tower, pixels)
+    side = _frame_side(tower, tiles=family.tokens_per_frame is not None)
+    if side and pixels not in (None, side) and not with_images:
+        raise UsageError(
+            f"--image_size {pixels}: frames of {config.model_type} are all of {side} pixels; leave it out"
+        )
     number, num_frames = 1 if count is None else count, FRAMES if frames is None else frames
     made = Images(
         tower=tower,
         count=number * -(-num_frames // tower.temporal),
-        pixels=pixels or tower.side or PIXELS,
+        pixels=side or pixels or tower.side or PIXELS,
         trained=trained,
         videos=VideoCount(number, num_frames),
         num_text_tokens=1 if family.video_tokens == "together" else FRAME_WORDS,
         has_image_count=_has_image_count(config),
     )
-    if tower.form == "pooled":
-        unit = tower.patch * tower.merge
-        made = replace(made, pixels=isqrt(FRAME_TOKENS) * unit)
     if family.tokens_per_frame is not None:
         tokens = num_frames * family.tokens_per_frame(config) + 1
-        made = replace(
-            made, count=number, pixels=tower.tile, extent=Extent(tokens, num_frames), num_text_tokens=1
-        )
+        made = replace(made, count=number, extent=Extent(tokens, num_frames), num_text_tokens=1)
     if made.length > room:
         raise UsageError(
             f"--videos {number}: they are {made.length} tokens, and a sequence has {room} without images; use fewer "

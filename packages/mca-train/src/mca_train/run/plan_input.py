@@ -58,7 +58,14 @@ def planned_media(
         images = plan_images(run.model, trained, length, takes=takes, count=count, pixels=pixels)
     room = length - (images.length if images else 0)
     video_plan = plan_videos(
-        run.model, trained, room, takes=takes, count=videos, frames=frames, pixels=pixels
+        run.model,
+        trained,
+        room,
+        takes=takes,
+        count=videos,
+        frames=frames,
+        pixels=pixels,
+        with_images=images is not None,
     )
     room -= video_plan.length if video_plan else 0
     clip_plan = plan_clips(run.model, trained, room, takes=takes, count=clips, seconds=seconds)

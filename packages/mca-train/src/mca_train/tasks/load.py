@@ -64,7 +64,7 @@ def load_tokenized(
         column = task.required_column(arguments)
         return load_rows(files, key, arguments, limit, column, copies, context.vision)
 
-    def context_of(rows: "datasets.Dataset") -> RowContext:
+    def context_for(rows: "datasets.Dataset") -> RowContext:
         if not evaluation:
             return context
         return replace(context, data=evaluation_arguments(arguments, rows.column_names))
@@ -72,7 +72,7 @@ def load_tokenized(
     def contents() -> list[str]:
         return [f"{file_digest(copy)} {reader_name(file)}" for file, copy in zip(files, copies, strict=True)]
 
-    return _cached_samples(task, context, files, limit, contents, load, context_of)
+    return _cached_samples(task, context, files, limit, contents, load, context_for)
 
 
 def _context(
@@ -95,7 +95,7 @@ def _cached_samples(
     limit: int | None,
     contents: Callable[[], list[str]],
     load: "Callable[[], datasets.Dataset]",
-    context_of: "Callable[[datasets.Dataset], RowContext]",
+    context_for: "Callable[[datasets.Dataset], RowContext]",
 ) -> "TokenDataset | PairDataset":
     """Return the samples of the rows of ``files``, from ``tokenized_cache`` if it is set.
 
@@ -106,18 +106,18 @@ def _cached_samples(
         limit: Number of rows that are read at most; None: all.
         contents: Function that returns digests of the files.
         load: Function that reads the rows.
-        context_of: Function that returns the context with the arguments for these rows.
+        context_for: Function that returns the context with the arguments for these rows.
     """
 
     def make() -> "TokenDataset | PairDataset":
         # parquet is decoded on access
         with translate_read_errors(context.key, ", ".join(files), "text", UnicodeDecodeError):
             rows = load()
-            return task.samples(rows, context_of(rows))
+            return task.samples(rows, context_for(rows))
 
     def read_images() -> "tuple[datasets.Dataset, ImageRows, str]":
         rows = without_decoding(load())
-        return rows, task.image_rows(rows.column_names, context_of(rows)), context.key
+        return rows, task.image_rows(rows.column_names, context_for(rows)), context.key
 
     if (cache := context.data.tokenized_cache) is None:
         samples = make()

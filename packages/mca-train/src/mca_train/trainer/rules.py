@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
+class TrainerSetup:
     """Constructor arguments of a trainer.
 
     Args:
@@ -55,19 +55,19 @@ class Subject:
     train_dataset: SampleSource
 
 
-Rule = Callable[[Subject], Iterator[str]]
+Rule = Callable[[TrainerSetup], Iterator[str]]
 """Function that yields the problems of a trainer's arguments, one line each."""
 
 
-def check(subject: Subject, rules: Iterable[Rule]) -> None:
+def check(setup: TrainerSetup, rules: Iterable[Rule]) -> None:
     """Raise one error with all problems that ``rules`` find.
 
     Raises:
         McaError: There is a problem; or the model is not a `VirtualModels`, or is an adapter's base model, or the
             arguments are Hugging Face's.
     """
-    require_types(subject.model, subject.args)
-    raise_problems([problem for rule in rules for problem in rule(subject)], "McaTrainer")
+    require_types(setup.model, setup.args)
+    raise_problems([problem for rule in rules for problem in rule(setup)], "McaTrainer")
 
 
 def require_types(model: VirtualModels, args: "TrainingArguments") -> None:
@@ -144,24 +144,24 @@ _OTHERWISE: Mapping[str, str] = {
 """Methods with other arguments than in Hugging Face."""
 
 
-def unsupported_parameters(subject: Subject) -> Iterator[str]:
+def unsupported_parameters(setup: TrainerSetup) -> Iterator[str]:
     """Yield an error for each parameter of Hugging Face's Trainer that is set."""
     for name, why in _PARAMETERS.items():
-        if subject.parameters.get(name) is not None:
+        if setup.parameters.get(name) is not None:
             yield f"{name} is not supported ({why}); remove it"
 
 
-def device(subject: Subject) -> Iterator[str]:
+def device(setup: TrainerSetup) -> Iterator[str]:
     """Yield an error for a processor next to a GPU."""
-    if subject.args.use_cpu and platform.device_type() == "cuda":
+    if setup.args.use_cpu and platform.device_type() == "cuda":
         yield USE_CPU_WITH_GPU
 
 
-def overridden_methods(subject: Subject) -> Iterator[str]:
+def overridden_methods(setup: TrainerSetup) -> Iterator[str]:
     """Yield an error for each overridden method that is never called, or has other parameters."""
-    kind = type(subject.trainer)
+    kind = type(setup.trainer)
     for name, why in _METHODS.items():
-        if getattr(kind, name) is not getattr(subject.base, name):
+        if getattr(kind, name) is not getattr(setup.base, name):
             yield f"{kind.__name__} overrides {name}, which is never called ({why}); remove it"
     for name, why in _OTHERWISE.items():
         parameters = inspect.signature(getattr(kind, name)).parameters
@@ -169,32 +169,32 @@ def overridden_methods(subject: Subject) -> Iterator[str]:
             yield f"{kind.__name__}.{name} has Hugging Face's parameters ({why})"
 
 
-def optimizer(subject: Subject) -> Iterator[str]:
+def optimizer(setup: TrainerSetup) -> Iterator[str]:
     """Yield an error for each requirement of the optimizer that this installation or the dtype lacks."""
-    yield from optimizer_problems(subject.args)
-    if subject.model.config.dtype == "float16":
-        yield from float16_problems(subject.args)
+    yield from optimizer_problems(setup.args)
+    if setup.model.config.dtype == "float16":
+        yield from float16_problems(setup.args)
 
 
-def schedule(subject: Subject) -> Iterator[str]:
+def schedule(setup: TrainerSetup) -> Iterator[str]:
     """Yield an error for each contradiction in the learning-rate schedule."""
-    yield from schedule_problems(subject.args)
+    yield from schedule_problems(setup.args)
 
 
-def stream_length(subject: Subject) -> Iterator[str]:
+def stream_length(setup: TrainerSetup) -> Iterator[str]:
     """Yield an error for a stream without ``max_steps``."""
-    yield from raised_problems(require_steps, subject.train_dataset, subject.args.max_steps)
+    yield from raised_problems(require_steps, setup.train_dataset, setup.args.max_steps)
 
 
-def checkpoint_format(subject: Subject) -> Iterator[str]:
+def checkpoint_format(setup: TrainerSetup) -> Iterator[str]:
     """Yield an error for a checkpoint format that the model cannot be written in."""
-    yield from raised_problems(require_format, subject.model, subject.args.ckpt_format)
+    yield from raised_problems(require_format, setup.model, setup.args.ckpt_format)
 
 
-def vocabulary(subject: Subject) -> Iterator[str]:
+def vocabulary(setup: TrainerSetup) -> Iterator[str]:
     """Yield an error if the model's head does not match the loss."""
-    head, trainer = subject.model.config.head, subject.trainer
-    smooth = subject.args.label_smoothing_factor
+    head, trainer = setup.model.config.head, setup.trainer
+    smooth = setup.args.label_smoothing_factor
     if smooth and trainer.wants_logits:
         yield "label_smoothing_factor is not supported with wants_logits; remove it"
     if smooth and trainer.token_values is not None:
@@ -249,12 +249,12 @@ _PRECISIONS = {"bf16": "bfloat16", "fp16": "float16"}
 _SHORT = {name: short for short, name in SIZE_FIELDS.items()}
 
 
-def model_arguments(subject: Subject) -> Iterator[str]:
+def model_arguments(setup: TrainerSetup) -> Iterator[str]:
     """Yield an error if the arguments ask for another model than the one that was built.
 
     Arguments that shape a model are read when it is built. Those that the trainer's arguments omit stay as they were.
     """
-    model, args = subject.model, subject.args
+    model, args = setup.model, setup.args
     if args is model.args:
         return
     if differences := [*_layout(model, args), *_precision(model, args), *_settings(model, args)]:
@@ -324,32 +324,32 @@ def _with(args: DistributingParallelArguments, changes: Values) -> DistributingP
 # Losses of the kinds of trainer
 
 
-def pairs(subject: Subject) -> Iterator[str]:
+def pairs(setup: TrainerSetup) -> Iterator[str]:
     """Yield an error for each argument and loss that preference pairs do not support."""
-    yield from pair_key_problems(subject.args)
-    yield from preference.model_problems(subject.model.megatron)
+    yield from pair_key_problems(setup.args)
+    yield from preference.model_problems(setup.model.megatron)
 
 
-def unpaired(subject: Subject) -> Iterator[str]:
+def unpaired(setup: TrainerSetup) -> Iterator[str]:
     """Yield an error for each argument and loss that KTO does not support."""
-    yield from kto_key_problems(subject.args)
-    yield from kto.model_problems(subject.model.megatron)
+    yield from kto_key_problems(setup.args)
+    yield from kto.model_problems(setup.model.megatron)
 
 
-def classification(subject: Subject) -> Iterator[str]:
+def classification(setup: TrainerSetup) -> Iterator[str]:
     """Yield an error for another head than one for sequence classification, and what it does not support."""
-    if (kind := subject.model.config.head.head_kind) != "sequence_classification":
+    if (kind := setup.model.config.head.head_kind) != "sequence_classification":
         yield (
-            f"{type(subject.trainer).__name__} needs a sequence-classification head, not {kind}; "
+            f"{type(setup.trainer).__name__} needs a sequence-classification head, not {kind}; "
             "build it with AutoModel.from_pretrained(..., head=Head(...))"
         )
-    yield from score_key_problems(subject.args)
-    yield from preference.model_problems(subject.model.megatron)
+    yield from score_key_problems(setup.args)
+    yield from preference.model_problems(setup.model.megatron)
 
 
-def one_label(subject: Subject) -> Iterator[str]:
+def one_label(setup: TrainerSetup) -> Iterator[str]:
     """Yield an error for a reward model with another number of labels than 1."""
-    head = subject.model.config.head
+    head = setup.model.config.head
     if head.head_kind == "sequence_classification" and head.num_labels != 1:
         yield f"num_labels is {head.num_labels}; a reward model needs 1"
 
