@@ -81,6 +81,7 @@ PACKED_FAMILIES = tuple(
                 "gemma4_text",
                 "gpt2",
                 "granite_swa",
+                "falcon_mamba",
                 "jamba",
                 "kimi_linear",
                 "lfm2",

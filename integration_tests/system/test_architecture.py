@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from source_tree import ROOT, SOURCES, Import, Source, imports, report, under
+from source_tree import ROOT, SOURCES, Import, Source, imports, nodes, report, under
 
 HEAVY = (
     "accelerate",
@@ -203,9 +203,8 @@ def more_any(source: Source) -> list[str]:
     """Report a module inside the borders with more `Any` than `ANY` allows."""
     if source.module in BORDER or "Any" not in source.text:
         return []
-    nodes = list(ast.walk(ast.parse(source.text)))
-    found = sum(isinstance(node, ast.Name) and node.id == "Any" for node in nodes)
-    found += sum(isinstance(node, ast.Attribute) and node.attr == "Any" for node in nodes)
+    found = sum(isinstance(node, ast.Name) and node.id == "Any" for node in nodes(source.text))
+    found += sum(isinstance(node, ast.Attribute) and node.attr == "Any" for node in nodes(source.text))
     allowed = ANY.get(source.module, 0)
     return [f"{source.module} has {found} Any, allowed are {allowed}"] if found > allowed else []
 

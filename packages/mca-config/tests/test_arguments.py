@@ -312,7 +312,6 @@ def test_a_layout_is_filled_from_the_checkpoints(given: dict[str, Any], expected
 
     args = DistributingParallelArguments(**given)
     assert args.layout(BASE) == replace(BASE, **expected)
-    assert args.adopt_layout(BASE) == args.layout()
 
 
 def test_the_grid_of_the_arguments() -> None:

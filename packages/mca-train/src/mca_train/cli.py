@@ -97,19 +97,19 @@ def _fails_before_imports(
     """
     from mca_config.parser import from_namespace
     from mca_train.plan.options import PlanOptions
-    from mca_train.run import early_check
+    from mca_train.run import settings
 
     if command == "tokenize":
-        early_check.check_tokenize(values, where)
+        settings.check_tokenize(values, where)
     elif command == "data":
-        early_check.check_data(kind, values, where)
+        settings.check_data(kind, values, where)
     elif command == "plan" or kind is None:
         chosen = from_namespace(PlanOptions, options)
-        problems = early_check.plan_problems(kind, values, where, chosen)
+        problems = settings.plan_problems(kind, values, where, chosen)
         sys.stdout.write(chosen.render_impossible(problems) if problems else "")
         return bool(problems)
     else:
-        early_check.check_run(kind, values, where)
+        settings.check_run(kind, values, where)
     return False
 
 

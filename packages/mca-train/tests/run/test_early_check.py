@@ -10,9 +10,8 @@ import pytest
 import yaml
 
 from mca_config.errors import McaError
-from mca_train.run.early_check import check_run
 from mca_train.run.rules import check
-from mca_train.run.settings import load_values, make_settings
+from mca_train.run.settings import check_run, load_values, make_settings
 from mca_train.tasks.table import TASKS
 
 HEAVY = ("torch", "transformers", "megatron", "datasets")

@@ -7,14 +7,14 @@ from mca_config import TrainingArguments
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
 from mca_train.trainer import rules
-from mca_train.trainer.rules import RULES, Subject, check, optimizer_problems, require_no_upload
+from mca_train.trainer.rules import RULES, TrainerSetup, check, optimizer_problems, require_no_upload
 from mca_train.trainer.trainer import McaTrainer
 
 
 def reject_unsupported(arguments, given, kind=McaTrainer, model=None, dataset=None):
     """Check a trainer of a small language model in fp32."""
     head = SimpleNamespace(num_labels=None)
-    subject = Subject(
+    subject = TrainerSetup(
         model=model
         or SimpleNamespace(
             chunks=[],

@@ -72,13 +72,6 @@ class DistributingParallelArguments(DistributingOptions):
             inherited["expert_tensor_parallel_size"] = None
         return ParallelLayout(**(inherited | sizes))
 
-    def adopt_layout(self, base: ParallelLayout) -> ParallelLayout:
-        """Write :meth:`layout` of ``base`` into the arguments, so that no size is None."""
-        layout = self.layout(base)
-        for name in LAYOUT_FIELDS:
-            setattr(self, name, getattr(layout, name))
-        return layout
-
     def grid(self, world_size: int, base: ParallelLayout | None = None) -> RankGrid:
         """Return the grid of ``world_size`` ranks with :meth:`layout`."""
         return RankGrid(self.layout(base), world_size)

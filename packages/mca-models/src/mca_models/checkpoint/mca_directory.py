@@ -55,16 +55,15 @@ class McaSource:
 
     Args:
         path: The directory.
-        iteration: Which one; None is the latest.
 
     Raises:
         McaError: Something is missing, unexpected, damaged or of another shape.
     """
 
-    def __init__(self, path: Path, iteration: int | None = None) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
         self.config: McaModelConfig = load_config(path)
-        self.iteration = latest_iteration(path) if iteration is None else iteration
+        self.iteration = latest_iteration(path)
         self.folder = path / iteration_name(self.iteration)
         self.manifest = Manifest.load(self.folder)
         self.params: Sequence[Param] = stored_params(get_family(self.config.model_type).params(self.config))
@@ -269,9 +268,7 @@ class McaLayout:
             for name, param in ((param.mca_name(), param) for param in self.params)
         }
 
-    def finish(
-        self, directory: Path, records: Mapping[str, FileRecord], iteration: int = 1
-    ) -> dict[str, int]:
+    def finish(self, directory: Path, records: Mapping[str, FileRecord]) -> dict[str, int]:
         """Write everything but the pieces into ``directory``, once all files are written and synced.
 
         ``config.json`` goes along, for tokenizers and other readers of the Hugging Face directory layout.
@@ -279,16 +276,15 @@ class McaLayout:
         Args:
             directory: The (partial) checkpoint directory.
             records: Size and checksum of every file, by its name relative to the iteration.
-            iteration: Which one was written.
 
         Returns:
             The size of each file that was written, by its name.
         """
         require_same_names(records.keys(), self.files.keys(), directory)
-        folder = iteration_name(iteration)
+        folder = iteration_name(1)
         return {
             f"{folder}/{MANIFEST}": Manifest(records, self.manifest_tensors).save(directory / folder),
             CONFIG: write_file(directory / CONFIG, self.config.to_json().encode()),
             CONFIG_OF_HF: write_config(directory, self._config_text),
-            LATEST: write_file(directory / LATEST, f"{iteration}\n".encode()),
+            LATEST: write_file(directory / LATEST, b"1\n"),
         }

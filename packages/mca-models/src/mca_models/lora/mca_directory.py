@@ -39,14 +39,14 @@ def is_mca_adapter(path: Path) -> bool:
     return has_entry(path, FILE_NAME) and has_entry(path, MODEL)
 
 
-def open_mca_adapter(path: Path, iteration: int | None = None) -> Adapter:
-    """The adapter in ``path``.
+def open_mca_adapter(path: Path) -> Adapter:
+    """Return the adapter in ``path``.
 
     Raises:
         McaError: Files or tensors are missing, unexpected, damaged or of another shape.
     """
     model, config = load_config(path), AdapterConfig.load(path)
-    folder = path / iteration_name(latest_iteration(path) if iteration is None else iteration)
+    folder = path / iteration_name(latest_iteration(path))
     manifest = Manifest.load(folder)
     rules = rules_from_names(model, config, manifest.tensors.keys())
     require_same_names(manifest.tensors.keys(), (param.mca_name() for param in rules.params), folder)

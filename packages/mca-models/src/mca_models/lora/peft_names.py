@@ -246,14 +246,14 @@ def _parts_left(config: McaModelConfig, adapted: Collection[str]) -> list[str]:
     spelling = family.vision.spelling(family.with_module_names(config))
     audio = () if family.vision.audio is None else family.vision.audio.names
     towers = _beginning_with(spelling.vision.values())
-    joins, hears = (
+    projectors, audio_towers = (
         [*map(spelling.vision_to_file, prefixes)] for prefixes in (family.vision.projector, audio)
     )
     patterns = {
         "language": f"(?!{towers}).*",
-        "vision": f"(?!{_beginning_with([*joins, *hears])}){towers}.*",
-        "audio": f"(?!{_beginning_with(joins)}){_beginning_with(hears)}.*",
-        "projector": f"{_beginning_with(joins)}.*",
+        "vision": f"(?!{_beginning_with([*projectors, *audio_towers])}){towers}.*",
+        "audio": f"(?!{_beginning_with(projectors)}){_beginning_with(audio_towers)}.*",
+        "projector": f"{_beginning_with(projectors)}.*",
     }
     found = {"language", *family.vision.parts(config)}
     left = [pattern for part, pattern in patterns.items() if part in found and part not in adapted]

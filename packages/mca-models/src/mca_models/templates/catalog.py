@@ -296,6 +296,9 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
         "Mamba 1 in most layers, attention without RoPE, MoE in every other layer",
         "our Mamba 1 layer",
     ),
+    "mamba": ("a Mamba 1 mixer alone in each layer", "our Mamba 1 layer"),
+    "falcon_mamba": ("the same; time steps, B and C are normalized", "our Mamba 1 layer"),
+    "mamba2": ("Codestral Mamba: a Mamba 2 mixer alone in each layer", "our Mamba layer"),
     "bailing_hybrid": (
         "Ling 3: Kimi delta attention with a bounded decay, MLA with a gate for each head, DeepSeek V3's MoE",
         "our Kimi delta attention, MLA with a gate",
@@ -333,7 +336,7 @@ _REASONS: Mapping[str, str] = {
     "parallel attention and MLP, and one q, k, v tensor interleaved by tensor rank": "codegen",
     "another kind of bias on attention and MLP": "gpt_neox_japanese",
     "state space or recurrent layers, alone or between attention layers": (
-        "falcon_mamba mamba mamba2 recurrent_gemma rwkv xlstm zamba zamba2"
+        "recurrent_gemma rwkv xlstm zamba zamba2"
     ),
     "short convolutions in place of attention, or before it": ("inkling2_text inkling_text zaya"),
     "two kinds of MLA, with an indexer and with a sliding window": "dots3_note_text",

@@ -148,19 +148,21 @@ class StepCollator:
         size = self.micro_batch_size
         groups = [samples[start : start + size] for start in range(0, len(samples), size)]
         flat = self.experts.checked([_split_samples(group) for group in groups])
-        made, lengths, tokens = self._pack(flat) if self.packed else self._pad_batches(flat)
+        micro_batches, lengths, digest = self._pack(flat) if self.packed else self._pad_batches(flat)
         if self.positions is not None:
             require_learned_positions(max(lengths), self.positions)
         if (experts := experts_checksum(chain(*flat))) is not None:
-            tokens = combine_checksums(tokens, experts)
-        made = tuple(self._add_sequence_data(batch, group) for batch, group in zip(made, flat, strict=True))
+            digest = combine_checksums(digest, experts)
+        micro_batches = tuple(
+            self._add_sequence_data(batch, group) for batch, group in zip(micro_batches, flat, strict=True)
+        )
         return StepBatch(
-            micro_batches=made,
-            seq_length=made[0].input_ids.shape[1] * self.context_parallel_size,
+            micro_batches=micro_batches,
+            seq_length=micro_batches[0].input_ids.shape[1] * self.context_parallel_size,
             num_samples=sum(count_samples(sample) for sample, counts in samples if counts),
             num_tokens=sum(lengths),
             squares=sum(length * length for length in lengths),
-            checksum=tokens,
+            checksum=digest,
         )
 
     def _add_sequence_data(self, batch: MicroBatch, group: Sequences) -> MicroBatch:
@@ -186,8 +188,7 @@ class StepCollator:
         if self.length is not None and length > self._padded_length([self.length]):
             raise McaError(
                 f"data_collator made rows of {max(widths)} tokens, the longest sample has {self.length}; MoE layers "
-                "need "
-                "equally long rows on all ranks; remove pad_to_multiple_of from it, and anything that adds tokens"
+                "need equally long rows on all ranks; remove pad_to_multiple_of from it, and anything that adds tokens"
             )
         sizes = (
             [len(group) for group in groups]
@@ -195,8 +196,8 @@ class StepCollator:
             else [len(batch["input_ids"]) for batch in batches]
         )
         lengths = [int(tokens) for batch in batches for tokens in batch["num_tokens"]]
-        whole = checksum(batch[name] for batch in batches for name in ("input_ids", "labels"))
-        return self._micro_batches(batches, length, sizes), lengths, whole
+        digest = checksum(batch[name] for batch in batches for name in ("input_ids", "labels"))
+        return self._micro_batches(batches, length, sizes), lengths, digest
 
     def _pack(self, groups: Sequence[Sequences]) -> tuple[tuple[MicroBatch, ...], list[int], int]:
         """Return the micro-batches, the number of counted tokens per sequence, and the checksum over all tokens."""
@@ -206,10 +207,11 @@ class StepCollator:
         length = self._padded_length([row.length for row in rows])
         padded = [row.pad_to(length, self.pad_token_id, IGNORED) for row in rows]
         num_tokens = [tokens for row in rows for tokens in row.num_tokens]
-        whole = checksum(tokens for row in padded for tokens in (*row.input_ids, *row.labels))
-        return tuple(self._packed_micro_batch(row) for row in padded), num_tokens, whole
+        digest = checksum(tokens for row in padded for tokens in (*row.input_ids, *row.labels))
+        return tuple(self._packed_micro_batch(row) for row in padded), num_tokens, digest
 
     def _packed_micro_batch(self, row: Row) -> MicroBatch:
+        """Return a row of packed sequences as ``[1, s / cp]`` tensors; each sequence is split over context ranks."""
         lengths = [len(ids) for ids in row.input_ids]
         labels = [self._next_labels(labels[None]) for labels in row.labels]
 
@@ -243,6 +245,10 @@ class StepCollator:
         )
 
     def _collate(self, group: Sequences) -> dict[str, Tensor]:
+        """Return the collator's ``input_ids`` and ``labels`` ``[b, s]`` and ``num_tokens`` ``[b]``, checked.
+
+        Sequences that do not count have no targets and no tokens.
+        """
         features = [feature for feature, _ in group]
         batch = dict(self.collate([without_experts(feature) for feature in features]))
         for name in ("input_ids", "labels", VALUES):
@@ -304,10 +310,11 @@ class StepCollator:
 
     def _position_ids(self, length: int) -> Tensor:
         """Return the positions of a padded sequence, clamped to the number of learned positions."""
-        places = torch.arange(length)
-        return places if self.positions is None else places.clamp(max=self.positions - 1)
+        positions = torch.arange(length)
+        return positions if self.positions is None else positions.clamp(max=self.positions - 1)
 
     def _slice(self, whole: Tensor, axis: int = 1) -> Tensor:
+        """Return this context rank's two of ``2 cp`` parts of ``axis``."""
         return take_rank_tokens(
             whole, axis, self.context_parallel_rank, self.context_parallel_size
         ).contiguous()
@@ -350,8 +357,7 @@ def _require_right_padding(batch: Mapping[str, Tensor], mask: Tensor) -> None:
     if places.shape == ids.shape and bool(((places != torch.arange(ids.shape[1])) & (mask > 0)).any()):
         raise McaError(
             "data_collator made position_ids that do not count from 0, which suggests several samples in one row; "
-            "remove "
-            "it and set sequence_packing"
+            "remove it and set sequence_packing"
         )
 
 

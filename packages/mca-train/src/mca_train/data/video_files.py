@@ -77,8 +77,8 @@ class VideoFile(EncodedFile):
                 raise McaError(f"video {self.place} has {lacking}; encode it again, or remove the row")
             sides = (first.height, first.width)
             height, width = sides if _quarter_turns(first) % 2 == 0 else sides[::-1]
-            heard = _read_sound_header(container) if sound else None
-            return VideoFacts(max(frames, 1), float(rate), height, width, heard)
+            sound_header = _read_sound_header(container) if sound else None
+            return VideoFacts(max(frames, 1), float(rate), height, width, sound_header)
 
     def sound(self, rate: int) -> NDArray[np.float32]:
         """Return the mean of all channels of the first audio stream, resampled: ``[samples]``.

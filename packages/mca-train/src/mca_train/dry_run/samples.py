@@ -69,7 +69,7 @@ def _blank(media: PlannedMedia) -> SampleImages:
     clips, places, start = media.clips, list[ImageSpan](), 0
     seen = [images for images in (media.images, media.videos) if images is not None]
     for images in seen:
-        step, side = images.tokens + images.words, images.side
+        step, side = images.tokens + images.num_text_tokens, images.side
         shape = (side, side) if images.extent is None else (1, images.tokens)
         places += [ImageSpan(start + number * step, *shape) for number in range(images.count)]
         start += images.length

@@ -273,8 +273,8 @@ class DpoTrainer(McaTrainer):
         reference = self._reference_logps(batch) if self.preference.needs_reference else None
         real = ((counts.chosen > 0) & (counts.rejected > 0)).float()
         losses = self.preference(sums, counts, reference)
-        seen = self.preference.seen(sums, counts)
-        self._add_metrics(seen, self.preference.rewards(seen, reference), real)
+        logged = self.preference.logged_logps(sums, counts)
+        self._add_metrics(logged, self.preference.rewards(logged, reference), real)
         return sequence_loss(losses, real, self.ranks)
 
     def _reference_logps(self, batch: MicroBatch) -> PairLogps:

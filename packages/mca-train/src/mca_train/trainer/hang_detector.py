@@ -244,10 +244,10 @@ class HangDetector:
         """Return True if a rank has sent nothing new for three intervals, as seen by this rank."""
         heartbeat, moment = self._heartbeat(rank), time.monotonic()
         number = 0 if heartbeat is None else heartbeat.number
-        heard, when = self._last_seen.setdefault(rank, (number, moment))
-        if heard != number:
+        last, when = self._last_seen.setdefault(rank, (number, moment))
+        if last != number:
             self._last_seen[rank] = number, moment
-        return heard == number and moment - when > 3 * self._interval
+        return last == number and moment - when > 3 * self._interval
 
     def _report(self) -> None:
         assert self._store is not None

@@ -43,9 +43,10 @@ from mca_train.trainer.logger import Logger
 from mca_train.trainer.loop import Loop
 from mca_train.trainer.model_runner import ModelRunner
 from mca_train.trainer.monitor import Watch
-from mca_train.trainer.rules import RULES, Rule, Subject, check, require_no_upload, require_unmerged, warn
+from mca_train.trainer.rules import RULES, Rule, TrainerSetup, check, require_no_upload, require_unmerged
 from mca_train.trainer.saver import Saver
 from mca_train.trainer.step_loaders import StepLoaders
+from mca_train.trainer.unused_options import warn
 
 if TYPE_CHECKING:
     from mca_models import VirtualModels
@@ -125,7 +126,7 @@ class McaTrainer(HfTrainer):
             "peft_config": peft_config,
             "tokenizer": tokenizer,
         }
-        subject = Subject(
+        setup = TrainerSetup(
             model=model,
             args=args,
             trainer=self,
@@ -133,7 +134,7 @@ class McaTrainer(HfTrainer):
             parameters=unsupported,
             train_dataset=train_dataset,
         )
-        check(subject, self._rules)
+        check(setup, self._rules)
         super().__init__(
             groups.current_ranks(model.config.layout),
             ModelView(model.config.hf_config),
