@@ -29,7 +29,9 @@ def set_linear_is_expert(model: Chunk) -> None:
 
 def _labels(model: Chunk, selects: Callable[[Target], bool]) -> list[str]:
     config: McaModelConfig = model.mca_config
-    return sorted({target.label for target in linear_targets(config) if not target.is_vision and selects(target)})
+    return sorted(
+        {target.label for target in linear_targets(config) if not target.is_vision and selects(target)}
+    )
 
 
 def find_all_linear_modules(model: Chunk) -> list[str]:
