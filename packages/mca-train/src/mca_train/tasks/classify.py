@@ -72,6 +72,13 @@ class Classify(ScoreTask):
     )
     metric_names = ("accuracy", "mean_absolute_error")
 
+    def check_columns(self, names: Sequence[str], data: DataArguments, key: str) -> None:
+        """Raise an error for rows without a text or a label, as `Task.check_columns`."""
+        from mca_train.data.formats import detect_format, require_label_column
+
+        require_label_column(names, cast("Labels", data), key)
+        detect_format(names, data, key, ("messages", "text"))
+
     def encoder(
         self, names: Sequence[str], tokenizer: "PreTrainedTokenizerBase", data: DataArguments, key: str
     ) -> "RowEncoder":

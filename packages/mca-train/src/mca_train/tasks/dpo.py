@@ -117,6 +117,12 @@ class Dpo(AnswerTask):
         """Return rewards and log-probabilities of the two answers."""
         return PAIR_METRICS
 
+    def check_columns(self, names: Sequence[str], data: DataArguments, key: str) -> None:
+        """Raise an error for rows without two answers, as `Task.check_columns`."""
+        from mca_train.data.formats import detect_pair_format
+
+        detect_pair_format(names, cast("PairArguments", data), key)
+
     def encoder(
         self, names: Sequence[str], tokenizer: "PreTrainedTokenizerBase", data: DataArguments, key: str
     ) -> "RowEncoder":

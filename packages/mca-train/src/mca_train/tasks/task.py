@@ -128,6 +128,21 @@ class Task(ABC):
         """Return the column that every file must have; None: files may differ in form."""
         return None
 
+    def check_columns(self, names: Sequence[str], data: DataArguments, key: str) -> None:
+        """Raise an error for rows without a column that `samples` needs; by default none is needed.
+
+        It imports no library that reads rows, so that the error comes at once.
+
+        Args:
+            names: Columns of the rows.
+            data: Names of columns.
+            key: The argument that named the files, for errors.
+
+        Raises:
+            UsageError: A column is missing.
+        """
+        return None
+
     @abstractmethod
     def samples(self, rows: "datasets.Dataset", context: RowContext) -> "TokenDataset | PairDataset":
         """Return the tokenized samples of ``rows``: those of the files, one file after another."""
