@@ -113,8 +113,8 @@ def test_pictures_follow_a_dark_page_and_long_tables_a_narrow_one():
 
 LOOKED_UP = {"keys.md", "families.md", "limits.md"}
 """Pages of long tables, in which a reader looks one line up."""
-LONGEST = 700
-"""Words of a page; pages that tell how to do something are written to have about 600."""
+LONGEST = 600
+"""Words of a page."""
 
 
 def hand_written_words(text: str) -> int:

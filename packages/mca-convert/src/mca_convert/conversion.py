@@ -21,7 +21,7 @@ from mca_convert.non_finite import (
 )
 from mca_convert.pool import ByteCounter, Limits, Progress, allow_open_files
 from mca_convert.reader import SourceFiles
-from mca_convert.request import OptionsError, Request, layout_problem, target_layout
+from mca_convert.request import Request, conversion_target, target_layout
 from mca_models.checkpoint.contents import foreign_entry, is_checkpoint
 from mca_models.checkpoint.hf_writer import MAX_SHARD_BYTES, METADATA, HfLayout
 from mca_models.checkpoint.mca_directory import McaLayout, iteration_name
@@ -143,14 +143,7 @@ def plan_conversion(request: Request) -> Conversion:
         McaError: The source is incomplete or damaged, or cannot be converted in this way.
     """
     path = request.require_checkpoint()
-    from_megatron = checkpoint_kind(path).is_megatron
-    target = request.to or ("hf" if from_megatron or request.merge else "mca")
-    if target == "hf" and (
-        problem := layout_problem(request.layout, from_megatron=from_megatron or request.merge)
-    ):
-        raise OptionsError(problem)
-    if target == "mca" and request.fp8:
-        raise OptionsError("--fp8 is for Hugging Face targets; add --to hf, or remove it")
+    target = conversion_target(request, from_megatron=checkpoint_kind(path).is_megatron)
     source = open_checkpoint(path, request.cast)
     if request.adapter is not None:
         source = _merged(source, request.adapter, request.cast)
