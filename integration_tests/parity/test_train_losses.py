@@ -198,6 +198,12 @@ def told_in_python(checkpoint: Path, output: Path) -> list[str]:
     class OnLogits(McaTrainer):
         wants_logits = True
 
+    shown: list[object] = []
+
+    class Begin(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, *_: Any, train_dataloader: Any = None, **__: Any) -> None:
+            shown.append(train_dataloader)
+
     changed = arguments(output)
     built_before = AutoModel.from_pretrained(checkpoint, changed)
     changed.hidden_dropout, changed.bf16 = 0.5, True
@@ -229,7 +235,9 @@ def told_in_python(checkpoint: Path, output: Path) -> list[str]:
         lambda: McaTrainer(**good).predict(samples(2)),
         lambda: OneNumber(**good).train(),
         lambda: McaTrainer(**(good | {"train_dataset": [{"text": "a"}] * 8})).train(),
-        lambda: McaTrainer(**good, data_collator=lambda rows: {"input_ids": [[1]]}).train(),
+        lambda: McaTrainer(
+            **good, data_collator=lambda rows: {"input_ids": [[1]]}, callbacks=[Begin()]
+        ).train(),
         lambda: McaTrainer(**(good | {"args": packing}), data_collator=lambda rows: {}),
         lambda: OnLogits(**(good | {"args": smoothed})),
     ]
@@ -260,6 +268,7 @@ def told_in_python(checkpoint: Path, output: Path) -> list[str]:
         with pytest.raises(McaError) as error:
             quietly(call)
         reported.append(str(error.value))
+    assert [type(loader).__name__ for loader in shown] == ["DataLoader"]
     assert failing.metrics is signals  # training's go on after an evaluation that failed
     return reported
 
