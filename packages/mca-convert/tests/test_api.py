@@ -68,6 +68,29 @@ def test_sizes_that_are_not_set_are_those_of_the_source(tiny, tmp_path: Path) ->
     assert verify(tmp_path / "a", tmp_path / "b").same
 
 
+@pytest.mark.parametrize("adapter", [False, True])
+@pytest.mark.parametrize("exists", [False, True])
+def test_files_that_appear_during_a_conversion_are_not_overwritten(
+    exists: bool, adapter: bool, tiny, tmp_path: Path
+) -> None:
+    source, target = tiny("llama"), tmp_path / "out"
+    path = random_adapter(source, tmp_path / "adapter") if adapter else None
+    if exists:
+        convert(source, target, adapter_path=path)
+    file = target / "precious.txt"
+
+    def write(done: int, total: int) -> None:
+        target.mkdir(exist_ok=True)
+        file.touch()
+
+    with pytest.raises(McaError, match=r"precious.txt, which is not part|has no checkpoint|is not empty"):
+        convert(source, target, adapter_path=path, overwrite=True, progress=write)
+    assert file.exists()
+    file.unlink()
+    if exists:
+        assert convert(source, target, adapter_path=path, overwrite=True).path == target
+
+
 def test_verify_names_the_one_element_that_differs(tiny, tmp_path: Path) -> None:
     name = "model.layers.1.mlp.down_proj.weight"
     changed = changed_copy(tiny("llama"), tmp_path / "changed", name, (3, 5))

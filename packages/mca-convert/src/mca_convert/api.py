@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -126,15 +127,16 @@ def convert(
         )
         destination = Path(dst)
         sources = [Path(path) for path in (adapter_path, src) if path is not None]
-        require_free_destination(sources, destination, overwrite=overwrite)
+        require_free = partial(require_free_destination, sources, destination, overwrite=overwrite)
+        require_free()
         if request.adapter is not None:
             require_adapter(adapter := resolve_directory(request.adapter))
             request = replace(request, adapter=adapter)
         if request.checkpoint is not None:
             request = replace(request, checkpoint=resolve_directory(request.checkpoint))
         if request.adapter is not None and not merge:
-            return _convert_adapter(request, request.adapter, destination, progress)
-        return _convert_model(request, plan_conversion(request), destination, progress)
+            return _convert_adapter(request, request.adapter, destination, progress, require_free)
+        return _convert_model(request, plan_conversion(request), destination, progress, require_free)
 
 
 def plan(
@@ -293,10 +295,16 @@ def verify(
 
 
 def _convert_model(
-    request: Request, conversion: "Conversion", destination: Path, progress: Callable[[int, int], None] | None
+    request: Request,
+    conversion: "Conversion",
+    destination: Path,
+    progress: Callable[[int, int], None] | None,
+    require_free: Callable[[], None],
 ) -> ConversionResult:
     started = time.monotonic()
-    conversion.run(destination, request.limits, progress, overwrite=request.overwrite)
+    conversion.run(
+        destination, request.limits, progress, overwrite=request.overwrite, require_replaceable=require_free
+    )
     config = conversion.target.config
     return ConversionResult(
         path=destination,
@@ -312,7 +320,11 @@ def _convert_model(
 
 
 def _convert_adapter(
-    request: Request, adapter: Path, destination: Path, progress: Callable[[int, int], None] | None
+    request: Request,
+    adapter: Path,
+    destination: Path,
+    progress: Callable[[int, int], None] | None,
+    require_free: Callable[[], None],
 ) -> ConversionResult:
     from mca_config.model_config import McaModelConfig
     from mca_models.lora import convert_adapter, is_mca_adapter, load_model_config
@@ -327,6 +339,7 @@ def _convert_adapter(
     def check(written: Path) -> None:
         sizes.extend(file.stat().st_size for file in written.rglob("*.safetensors"))
         counter.check()
+        require_free()  # again: another program may have written there
 
     counter.check()
     converted = convert_adapter(

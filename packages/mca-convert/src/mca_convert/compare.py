@@ -11,8 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from mca_models.quantization.mxfp4_read import Mxfp4Tensor
-
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
 from mca_config.printable import counted
@@ -23,6 +21,7 @@ from mca_convert.reader import Buffers, Collector, SourceFiles
 from mca_models.checkpoint.mca_directory import load_config
 from mca_models.checkpoint_kinds import checkpoint_kind
 from mca_models.quantization.fp8_read import Fp8Tensor
+from mca_models.quantization.mxfp4_read import Mxfp4Tensor
 from mca_models.storage.copy_plan import HF
 from mca_models.storage.dtypes import ITEM_SIZES, dtype_code
 from mca_models.storage.finite import counts_in
