@@ -91,7 +91,7 @@ def test_a_pickle_that_is_none_and_one_of_another_name_are_told(source: Path, tm
 
 @pytest.mark.parametrize(("change", "message"), [
     ({"model_type": "no_such_model"}, "model_type 'no_such_model' is not supported; supported: "),
-    ({"model_type": "mamba"}, "model_type 'mamba' is not supported: state space or recurrent layers"),
+    ({"model_type": "rwkv"}, "model_type 'rwkv' is not supported: state space or recurrent layers"),
     ({"hidden_act": "relu"}, "'hidden_act' is 'relu'"),
     ({"num_hidden_layers": 5}, "9 missing tensors (model.layers.4."),
     ({"num_hidden_layers": 3}, "9 unexpected tensors (model.layers.3."),

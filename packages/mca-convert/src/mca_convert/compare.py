@@ -256,7 +256,7 @@ def _different(first: NumpyArray, second: NumpyArray, tolerance: float | None) -
         bits = f"u{first.itemsize}"
         same = first.view(bits) == second.view(bits)
     else:
-        one, two = first.astype(np.float32), second.astype(np.float32)
+        one, two = first.astype(np.float64), second.astype(np.float64)
         with np.errstate(invalid="ignore"):
             close = np.abs(one - two) <= tolerance
         same = close | (one == two) | (np.isnan(one) & np.isnan(two))
@@ -318,8 +318,13 @@ def _different_scales(first: Path, second: Path) -> Iterator[str]:
     mine, its = (AdapterConfig.load(path).document for path in (first, second))
     for key in _SCALES:
         default = 8 if key in ("r", "lora_alpha") else None
-        if (mine.get(key, default) or None) != (its.get(key, default) or None):
+        if _ordered(mine.get(key, default)) != _ordered(its.get(key, default)):
             yield f"adapter_config.json, {key}: {mine.get(key)!r} and {its.get(key)!r}"
+
+
+def _ordered(value: Typed) -> Typed:
+    """Return ``value`` to compare; of the patterns of a dict the first that matches counts, so their order does too."""
+    return (list(value.items()) if isinstance(value, dict) else value) or None
 
 
 def _described_model(path: Path) -> McaModelConfig | None:

@@ -98,10 +98,27 @@ def target_layout(layout: TargetLayout | None, base: ParallelLayout) -> Parallel
         raise OptionsError(str(error)) from error
 
 
-def layout_problem(layout: TargetLayout | None, *, from_megatron: bool) -> str | None:
-    """Return the message about a layout for a target that has none; None without a layout."""
-    if layout is None:
-        return None
+def conversion_target(request: Request, *, from_megatron: bool) -> Literal["mca", "hf"]:
+    """Return the target of ``request``.
+
+    Args:
+        request: The conversion.
+        from_megatron: The checkpoint, or the adapter that is converted, is one of Megatron.
+
+    Raises:
+        OptionsError: An option does not go with the target.
+    """
+    target = request.to or ("hf" if from_megatron or request.merge else "mca")
+    if request.fp8 and request.adapter is not None and not request.merge:
+        raise OptionsError("--fp8 is for full models; add --merge, or remove it")
+    if request.fp8 and target == "mca":
+        raise OptionsError("--fp8 is for Hugging Face targets; add --to hf, or remove it")
+    if request.layout is not None and target == "hf":
+        raise OptionsError(_layout_problem(request.layout, from_megatron=from_megatron or request.merge))
+    return target
+
+
+def _layout_problem(layout: TargetLayout, *, from_megatron: bool) -> str:
     named = vars(layout) if isinstance(layout, DistributingParallelArguments) else {}
     names = [f"--{name}" for name in LAYOUT_FIELDS if named.get(name) is not None] or ["layout"]
     hint = ", or add --to mca to write the same model in another layout" if from_megatron else ""

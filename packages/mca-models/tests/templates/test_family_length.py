@@ -22,6 +22,7 @@ LONGER = {
             "glm4v",
             "internvl",
             "kimi_k25",
+            "lfm3_vl",
             "llama4",
             "minimax_m3_vl",
             "ovis2",

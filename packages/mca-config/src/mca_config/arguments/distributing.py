@@ -68,7 +68,7 @@ class DistributingParallelArguments(DistributingOptions):
         same_pipeline = sizes.get("pipeline_model_parallel_size", base.pp) == base.pp
         if not same_pipeline or any(name in sizes for name in _SPLIT_FIELDS):
             inherited = {name: value for name, value in inherited.items() if name not in _SPLIT_FIELDS}
-        if base.etp == base.tp:
+        if base.expert_tensor_parallel_size is None:
             inherited["expert_tensor_parallel_size"] = None
         return ParallelLayout(**(inherited | sizes))
 

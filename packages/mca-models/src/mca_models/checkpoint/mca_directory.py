@@ -16,7 +16,7 @@ from mca_config.layout import ParallelLayout
 from mca_config.model_config import FILE_NAME as CONFIG
 from mca_config.model_config import McaModelConfig
 from mca_models.checkpoint.hf_directory import CONFIG as CONFIG_OF_HF
-from mca_models.checkpoint.hf_writer import config_text, write_config
+from mca_models.checkpoint.hf_writer import config_text
 from mca_models.checkpoint.placement import (
     expert_rank,
     shard_count,
@@ -281,10 +281,14 @@ class McaLayout:
             The size of each file that was written, by its name.
         """
         require_same_names(records.keys(), self.files.keys(), directory)
-        folder = iteration_name(1)
+        small = self.small_files(records)
+        return {name: write_file(directory / name, content) for name, content in small.items()}
+
+    def small_files(self, records: Mapping[str, FileRecord]) -> dict[str, bytes]:
+        """Return the contents of the files that `finish` writes, by name, the one that readers look for last."""
         return {
-            f"{folder}/{MANIFEST}": Manifest(records, self.manifest_tensors).save(directory / folder),
-            CONFIG: write_file(directory / CONFIG, self.config.to_json().encode()),
-            CONFIG_OF_HF: write_config(directory, self._config_text),
-            LATEST: write_file(directory / LATEST, b"1\n"),
+            f"{iteration_name(1)}/{MANIFEST}": Manifest(records, self.manifest_tensors).to_json(),
+            CONFIG: self.config.to_json().encode(),
+            CONFIG_OF_HF: self._config_text,
+            LATEST: b"1\n",
         }

@@ -111,6 +111,7 @@ _IN_ITS_FILE = (
     "lfm2_moe",
     "lfm2_vl",
     "lfm3",
+    "lfm3_vl",
     "llama4_text",
     "longcat_flash",
     "mellum",

@@ -259,6 +259,7 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
     "idefics3": ("`llama` with a SigLIP vision model on tiles", "as of the text part"),
     "smolvlm": ("SmolVLM 2: `llama` with a SigLIP vision model on tiles", "as of the text part"),
     "lfm2_vl": ("`lfm2` with a SigLIP 2 vision model on tiles", "as of the text part"),
+    "lfm3_vl": ("`lfm3` with a vision model of convolutions and attention", "as of the text part"),
     "ovis2": ("`qwen2` with a vision model whose patches are shares of visual words", "as of the text part"),
     "qwen2_5_omni_thinker": ("`qwen2` with a vision model and an audio encoder", "as of the text part"),
     "qwen2_5_omni": (
@@ -354,7 +355,7 @@ _REASONS: Mapping[str, str] = {
     ),
     "a vision model that mca does not know; its text part is of a supported type": (
         "aria deepseek_vl_hybrid fast_vlm hyperclovax_vision_v2 "
-        "idefics2 lfm3_vl llava_next_video "
+        "idefics2 llava_next_video "
         "minicpm_ocr minicpmv4_6 minicpmv4_7 nemotron_h_omni perception_lm pp_chart2table qianfan_ocr "
         "video_llama_3 video_llava"
     ),

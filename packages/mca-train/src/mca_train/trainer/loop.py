@@ -201,9 +201,9 @@ class Loop:
     def _evaluate_or_put_off(self) -> None:
         """Evaluate and decide whether to save; after SIGTERM the evaluation is repeated on resume."""
         hf = self._hf
-        logged, self._evaluator.stops_on_signal = len(hf.state.log_history), True
+        logged = len(hf.state.log_history)
         try:
-            with name_missing_metric(hf.args):
+            with self._evaluator.stopping_on_signal(), name_missing_metric(hf.args):
                 with self._logger.meter.pause():
                     metrics = hf._evaluate(None, None)
                 best = hf._determine_best_metric(metrics=metrics, trial=None)
@@ -217,8 +217,6 @@ class Loop:
         else:
             if hf.args.save_strategy == "best":
                 hf.control.should_save = best
-        finally:
-            self._evaluator.stops_on_signal = False
 
     def _end_epoch(self) -> None:
         self._progress.pending = PendingEvents()

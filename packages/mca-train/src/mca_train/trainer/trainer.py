@@ -37,7 +37,7 @@ from mca_train.losses.token_loss import num_targets, require_sums, token_loss
 from mca_train.metrics.log_file import JsonlLog
 from mca_train.metrics.metric_accumulator import Extreme, MetricAccumulator
 from mca_train.trainer.base import HfTrainer, Progress
-from mca_train.trainer.evaluator import Evaluator
+from mca_train.trainer.evaluator import EvaluationStopped, Evaluator
 from mca_train.trainer.hf_shims import ModelView
 from mca_train.trainer.logger import Logger
 from mca_train.trainer.loop import Loop
@@ -308,6 +308,15 @@ class McaTrainer(HfTrainer):
         for name, part in dataset.items():
             metrics |= self.evaluate(part, metric_key_prefix=f"{metric_key_prefix}_{name}")
         return metrics
+
+    def evaluate_until_signal(self) -> bool:
+        """Evaluate as `evaluate`; return False if SIGTERM ended the evaluation on all ranks."""
+        try:
+            with self._evaluator.stopping_on_signal():
+                self.evaluate()
+        except EvaluationStopped:
+            return False
+        return True
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model as an MCA checkpoint, with the tokenizer; all ranks take part.

@@ -10,7 +10,6 @@ between chunks only.
 """
 
 from collections.abc import Iterator
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -21,18 +20,18 @@ from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Typed
 from mca_models.megatron.features.delta_rule import CHUNK
-from mca_models.megatron.features.feature import Feature, LayerContext, SpecChanges
+from mca_models.megatron.features.feature import Feature
 from mca_models.megatron.features.kernels import Kernel, find_kernel
 from mca_models.megatron.features.recurrent_layers import (
     CausalConvolution,
     SequenceMixer,
+    mixer_in_layers,
     mixer_projections,
-    normed_linears,
+    separate_layer_states,
     split_sharded_state,
 )
 from mca_models.megatron.layers.sharded import cut_parameter, sharded_state
-from mca_models.megatron.names import Implementation
-from mca_models.megatron.types import MarkedParameter, MegatronConfig, ShardedState, Spec
+from mca_models.megatron.types import MarkedParameter, MegatronConfig, ShardedState
 
 _CUT = ("A_log", "D", "conv1d.weight", "conv1d.bias")
 _NORMS = ("dt_layernorm", "b_layernorm", "c_layernorm")
@@ -282,29 +281,6 @@ class SelectiveScan(SequenceMixer):
         return split_sharded_state(self, prefix, sharded_offsets, metadata, cut=_CUT, fused=fused)
 
 
-def selective_scan_spec(implementation: Implementation, config: McaModelConfig) -> Spec:
-    """Return the spec of a Mamba 1 layer in place of attention."""
-    from megatron.core.transformer.spec_utils import ModuleSpec
-
-    column, row = normed_linears(implementation)
-    return ModuleSpec(module=_module(), params={"model": config, "column": column, "row": row})
-
-
-@cache
-def _module() -> type:
-    from megatron.core.transformer.module import MegatronModule
-
-    return type("SelectiveScan", (SelectiveScan, MegatronModule), {})
-
-
-def _layer(context: LayerContext) -> SpecChanges:
-    if context.kind != "selective_scan":
-        return SpecChanges()
-    return SpecChanges(
-        {"self_attention": lambda _: selective_scan_spec(context.implementation, context.config)}
-    )
-
-
 def _start(name: str, shape: tuple[int, ...], seed: int) -> Tensor | None:
     """Return initial values of Mamba's rates, 1 to the number of a state's channels, and skip connections."""
     if name.endswith("A_log"):
@@ -315,8 +291,7 @@ def _start(name: str, shape: tuple[int, ...], seed: int) -> Tensor | None:
 SELECTIVE_SCAN = Feature(
     name="selective scan",
     enabled=lambda config: config.selective_scan is not None,
-    layer=_layer,
+    layer=mixer_in_layers("selective_scan", SelectiveScan),
     start=_start,
-    # tensors of layers that differ are not stacked
-    settings=lambda config: {"hetereogenous_dist_checkpoint": True},
+    settings=separate_layer_states,
 )
