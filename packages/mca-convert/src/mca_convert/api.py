@@ -285,7 +285,7 @@ def verify(
     if tolerance is not None and not 0 <= tolerance < inf:
         raise McaError(f"tolerance: expected a finite number of at least 0, not {tolerance!r}")
     with _system_errors():
-        from mca_convert.compare import compare_adapters, compare_models
+        from mca_convert.compare import compare_adapters, compare_models, is_quantized
         from mca_models.checkpoint_kinds import checkpoint_kind, open_checkpoint
 
         paths = resolve_directory(a), resolve_directory(b)
@@ -293,6 +293,8 @@ def verify(
             _warn_about_limits(workers, memory_limit)
             return compare_adapters(*paths, tolerance=tolerance)
         first, second = (open_checkpoint(path) for path in paths)
+        if is_quantized(first) and is_quantized(second):  # bf16 would hide small differences of scales
+            first, second = (open_checkpoint(path, "F32") for path in paths)
         return compare_models(first, second, limits, tolerance=tolerance, progress=progress)
 
 

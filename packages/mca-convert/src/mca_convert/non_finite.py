@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from mca_config.errors import McaError
 from mca_config.printable import counted
-from mca_convert.fills import Chunk, Fill, split_exactly
+from mca_convert.fills import FLOATS, Chunk, Fill, split_exactly
 from mca_convert.pool import Limits, run_all
 from mca_convert.reader import Buffers, Collector, SourceFiles
 from mca_models.quantization.fp8_read import Fp8Tensor
@@ -94,7 +94,7 @@ class Notes:
 
     def casts(self) -> dict[str, str]:
         """Return the dtype code that each parameter is cast to."""
-        return {fill.param.mca_name(): fill.dtype for fill in self._fills if fill.scales is None}
+        return {fill.param.mca_name(): fill.dtype for fill in self._fills if fill.dtype in FLOATS}
 
 
 def search(

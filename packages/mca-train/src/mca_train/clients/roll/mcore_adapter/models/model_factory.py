@@ -12,12 +12,18 @@ import mca_models
 from mca_config.types import JsonObject
 from mca_models.megatron.distributed import parallel
 from mca_models.megatron.layers.zigzag import take_rank_tokens
+from mca_models.megatron.peft import PeftModels
 from mca_models.megatron.virtual_models import CheckpointFormat
 from mca_train.checkpoint.model import load_weights
+from mca_train.clients.chunk_lora import attach
 from mca_train.clients.external_loop import MODEL_FOLDER, require_plain_loop, save_among
 from mca_train.types import Chunk, Upstream
 
 __all__ = ["McaGPTModel", "VirtualModels"]
+
+
+def _do_nothing(*_: object) -> None:
+    """Take the place of a method that ROLL calls and mca does not need."""
 
 
 class VirtualModels:
@@ -27,11 +33,12 @@ class VirtualModels:
 
     Args:
         model: mca's model.
+        seed: Seed of a new adapter's values.
     """
 
-    def __init__(self, model: mca_models.VirtualModels) -> None:
+    def __init__(self, model: mca_models.VirtualModels, seed: int) -> None:
         require_plain_loop(model)
-        self.model = model
+        self.model, self._seed = model, seed
         self.models: list[Chunk] = [*model.chunks]
         config: Upstream = model.megatron
         config.calculate_per_token_loss = False  # ROLL's losses are means
@@ -40,6 +47,21 @@ class VirtualModels:
         for chunk in self.models:
             chunk.get_batch_on_this_cp_rank = self.get_batch_on_this_cp_rank
             chunk.save_pretrained = self.save_pretrained
+            chunk.attach_lora, chunk.mca_config = self.attach_lora, model.config
+            chunk.enable_input_require_grads = _do_nothing  # a model with an adapter does it
+
+    def attach_lora(self, config: Upstream) -> PeftModels:
+        """Attach a new adapter, by which saving, loading and sending act on the adapter alone; return it.
+
+        Args:
+            config: ``peft.LoraConfig``.
+        """
+        adapted = attach(self.model, config, self._seed)
+        self.model = self.config.mca_models = adapted
+        self.config.save_pretrained = (
+            _do_nothing  # ROLL writes it among adapters, which are of one base model
+        )
+        return adapted
 
     def get_models(self) -> list[Chunk]:
         """Return the chunks, or their wrappers."""
