@@ -73,6 +73,16 @@ def test_packs_of_the_client_are_not_packed_again(tmp_path: Path) -> None:
     assert widths(made, samples) == {6}
 
 
+def test_packs_of_a_list_that_has_grown_are_made_again(tmp_path: Path) -> None:
+    samples = [{"input_ids": torch.arange(3)} for _ in range(2)]
+    made = loaders(tmp_path, ParallelLayout())
+    made.args.sequence_packing = True
+    made = replace(made, pack_length=3)
+    assert sum(step.num_samples for step in made.evaluation(samples)[0]) == 2
+    samples.extend(samples)
+    assert sum(step.num_samples for step in made.evaluation(samples)[0]) == 4
+
+
 def test_rows_have_few_lengths_where_attention_plans_each(tmp_path: Path) -> None:
     data = [{"input_ids": torch.arange(length)} for length in (9, 70, *[5] * 10)]
     made = loaders(tmp_path, ParallelLayout(), transformer_impl="transformer_engine")

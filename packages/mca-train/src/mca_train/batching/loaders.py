@@ -180,7 +180,7 @@ class Loaders:
         if isinstance(dataset, PackedDataset):
             return dataset
         known = self._packs.get(id(dataset), {}).get(seed)
-        if known is not None and known.dataset is dataset:
+        if known is not None and known.dataset is dataset and known.fill.samples == len(dataset):
             return known
         multiple = self._sequence_multiple()
         length = self.pack_length or longest_sample(dataset, multiple)
