@@ -180,5 +180,7 @@ def test_packs_are_not_filled_beyond_their_length_by_other_lengths():
     samples = [{"input_ids": [1] * length} for length in (1, 1, 5, 1)]
     packs = PackedDataset(Measured(samples), 2, name="train_dataset")
     assert packs[0] == samples[:2]
-    with pytest.raises(McaError, match="train_dataset: sample 2 has 5 tokens, but had 1 when the packs were made"):
+    with pytest.raises(
+        McaError, match="train_dataset: sample 2 has 5 tokens, but had 1 when the packs were made"
+    ):
         packs[1]
