@@ -37,7 +37,11 @@ TRAINING = ("mca_config.training",)
 EXTRA_ONLY = (*TRAINING, "mca_config.yaml_text", "mca_models.megatron")
 
 
-PLUGINS = {"mca_train.clients.verl": ("peft", "tensordict", "verl")}
+PLUGINS = {
+    "mca_train.clients.chunk_lora": ("peft",),
+    "mca_train.clients.roll": ("peft",),
+    "mca_train.clients.verl": ("peft", "tensordict", "verl"),
+}
 """Plugins, which another program imports, and the packages that come with that program."""
 
 

@@ -14,12 +14,13 @@ from safetensors.torch import load_file
 
 from cases import Case, as_params
 from crossed_runs import (
-    STEPS,
+    OPTIONS,
     Prepared,
     loaded,
     losses_of,
     part_of,
     prepared,
+    require_same_changes,
     score_losses,
     scored,
     write_adapter,
@@ -98,15 +99,14 @@ def test_crossed_options_train_as_in_transformers(case: Case, root: Path) -> Non
         *LAYOUTS[case.layout],
         *words_of(made, kind, way, case.layout),
         *RECOMPUTE,
-        "--max_steps",
-        str(STEPS),
+        *OPTIONS,
     )
     logs = run_training(made.folder, case.id, *words, kind=kind)
     assert [log["loss"] for log in logs] == pytest.approx(losses, rel=1e-5)
     assert abs(losses[-1] - losses[0]) > 1e-4
     path = made.folder / case.id / "hf"
     if way == "adapter":
-        require_same_adapter(model, path, made.folder / "wanted")
+        require_same_adapter(model, path, made)
     else:
         require_same_weights(model, path, made, FROZEN[way])
 
@@ -125,28 +125,28 @@ def test_heads_on_recomputed_models_train_as_in_transformers(case: Case, root: P
     (kind,), made = case.options, prepared(case.model, root)
     path = scored(made, 1 if kind == "reward" else 2)
     losses = score_losses(kind, made, path)
-    words = ["--model_name_or_path", str(path), *LAYOUTS[case.layout], *RECOMPUTE, "--max_steps", str(STEPS)]
+    words = ["--model_name_or_path", str(path), *LAYOUTS[case.layout], *RECOMPUTE, *OPTIONS]
     words += ["--num_labels", "2"] if kind == "classify" else []
     logs = run_training(made.folder, case.id, *words, kind=kind)
     assert [log["loss"] for log in logs] == pytest.approx(losses, rel=1e-5)
     assert abs(losses[-1] - losses[0]) > 1e-3
 
 
-def require_same_adapter(model: Any, path: Path, folder: Path) -> None:
+def require_same_adapter(model: Any, path: Path, made: Prepared) -> None:
     """Compare the weights of an adapter with those of a PEFT model."""
-    model.save_pretrained(folder)
-    theirs, ours = (load_file(each / "adapter_model.safetensors") for each in (folder, path))
-    assert ours.keys() == theirs.keys()
-    worst = max((float((ours[name] - right).abs().max()), name) for name, right in theirs.items())
-    assert worst[0] < 5e-5, worst  # a twentieth of a step: Adam divides by gradients near 0
+    model.save_pretrained(made.folder / "wanted")
+    theirs, ours, before = (
+        load_file(each / "adapter_model.safetensors")
+        for each in (made.folder / "wanted", path, adapter_of(made))
+    )
+    require_same_changes(before, ours, theirs)
 
 
 def require_same_weights(model: Any, path: Path, made: Prepared, frozen: tuple[str, ...]) -> None:
     """Compare all weights with those of transformers' model; frozen ones are those of the checkpoint."""
-    ours = dict(load_model(path).named_parameters())
-    before = dict(load_model(made.folder / "model").named_parameters())
-    for name in ours:
-        if part_of(name) in frozen:
-            assert torch.equal(ours[name], before[name]), name
-    worst = max((float((ours[name] - x).detach().abs().max()), name) for name, x in model.named_parameters())
-    assert worst[0] < 5e-5, worst
+    ours, before = (
+        {name: x.detach() for name, x in load_model(each).named_parameters()}
+        for each in (path, made.folder / "model")
+    )
+    assert all(torch.equal(ours[name], before[name]) for name in ours if part_of(name) in frozen)
+    require_same_changes(before, ours, {name: x.detach() for name, x in model.named_parameters()})

@@ -124,11 +124,10 @@ def expected(made: Prepared) -> tuple[list[float], dict[str, torch.Tensor]]:
     return [float(each.detach()) for each in means], {name: -RATE * x.grad for name, x in named.items()}
 
 
-def train(made: Prepared, name: str, words: Sequence[str], *more: str) -> dict[str, float]:
-    """Train one step; return its log."""
+def train(made: Prepared, name: str, words: Sequence[str], *more: str) -> list[dict[str, float]]:
+    """Train with plain steps of SGD; return the log."""
     optimizer = ("--optimizer", "sgd", "--learning_rate", str(RATE), "--mtp_loss_scaling_factor", str(SCALE))
-    (log,) = run_training(made.folder, name, *optimizer, "--max_steps", "1", *words, *more)
-    return log
+    return run_training(made.folder, name, *optimizer, *words, *more)
 
 
 def worst_error(made: Prepared, name: str, changes: dict[str, torch.Tensor]) -> tuple[float, str]:
@@ -150,7 +149,7 @@ def test_a_step_with_pictures_and_mtp_layers_is_exact(
     layout: str, made: Prepared, expected: tuple[list[float], dict[str, torch.Tensor]]
 ) -> None:
     losses, changes = expected
-    log = train(made, layout, LAYOUTS[layout])
+    (log,) = train(made, layout, LAYOUTS[layout], "--max_steps", "1")
     assert [log["loss"], log["mtp_1_loss"]] == pytest.approx(losses, rel=1e-5)
     worst = worst_error(made, layout, changes)
     assert worst[0] < 1e-3, worst  # weights near 1 keep a change of 1e-3 to 1e-4 of itself in fp32
@@ -189,8 +188,38 @@ def test_planted_faults_are_visible(
     plant, layout = FAULTS[fault]
     plant(monkeypatch)
     name = fault.replace(" ", "-")
-    train(made, name, LAYOUTS[layout])
+    train(made, name, LAYOUTS[layout], "--max_steps", "1")
     assert worst_error(made, name, expected[1])[0] > 1e-2
+
+
+WAYS = {
+    "adapter": ("--lora_rank", "4", "--freeze", "[]"),
+    "speaking": ("--freeze", "[vision, projector]"),
+    "seeing": ("--freeze", "[language]"),
+}
+
+
+@pytest.mark.qualify
+@pytest.mark.parametrize("way", WAYS)
+def test_adapters_and_frozen_parts_train_on_stages_as_on_one(way: str, made: Prepared) -> None:
+    """Features are sent whether they need gradients or not, and in evaluation."""
+    evaluated = (
+        "--eval_file",
+        str(made.folder / "sft.jsonl"),
+        "--eval_strategy",
+        "steps",
+        "--eval_steps",
+        "1",
+    )
+    steps = ("--max_steps", "2", *WAYS[way], *evaluated)
+    layouts = {"one": (), "pp2": (*PIPELINE, *RECOMPUTE), "tp2pp2sp": LAYOUTS["tp2pp2sp"]}
+    found = {}
+    for layout, words in layouts.items():
+        logs = train(made, f"{way}-{layout}", words, *steps)
+        found[layout] = [log[name] for log in logs for name in ("loss", "mtp_1_loss")]
+    assert len(found["one"]) == 4 and found["one"][1] != pytest.approx(found["one"][3], rel=1e-4)
+    assert found["pp2"] == pytest.approx(found["one"], rel=1e-5)
+    assert found["tp2pp2sp"] == pytest.approx(found["one"], rel=1e-5)
 
 
 def tensors(path: Path) -> dict[str, torch.Tensor]:

@@ -68,6 +68,29 @@ def test_sizes_that_are_not_set_are_those_of_the_source(tiny, tmp_path: Path) ->
     assert verify(tmp_path / "a", tmp_path / "b").same
 
 
+@pytest.mark.parametrize("adapter", [False, True])
+@pytest.mark.parametrize("exists", [False, True])
+def test_files_that_appear_during_a_conversion_are_not_overwritten(
+    exists: bool, adapter: bool, tiny, tmp_path: Path
+) -> None:
+    source, target = tiny("llama"), tmp_path / "out"
+    path = random_adapter(source, tmp_path / "adapter") if adapter else None
+    if exists:
+        convert(source, target, adapter_path=path)
+    file = target / "precious.txt"
+
+    def write(done: int, total: int) -> None:
+        target.mkdir(exist_ok=True)
+        file.touch()
+
+    with pytest.raises(McaError, match=r"precious.txt, which is not part|has no checkpoint|is not empty"):
+        convert(source, target, adapter_path=path, overwrite=True, progress=write)
+    assert file.exists()
+    file.unlink()
+    if exists:
+        assert convert(source, target, adapter_path=path, overwrite=True).path == target
+
+
 def test_verify_names_the_one_element_that_differs(tiny, tmp_path: Path) -> None:
     name = "model.layers.1.mlp.down_proj.weight"
     changed = changed_copy(tiny("llama"), tmp_path / "changed", name, (3, 5))
@@ -176,10 +199,23 @@ MISTAKES = {
     "--merge needs --adapter_path": lambda hf, out: convert(hf, out / "x", merge=True),
     "missing --checkpoint_path": lambda hf, out: convert(None, out / "x"),
     "--fp8 is for Hugging Face targets": lambda hf, out: convert(hf, out / "x", fp8=True),
+    "--max_shard_size is for Hugging Face models": lambda hf, out: convert(hf, out / "x", max_shard_size=9),
     "layout is only for MCA targets": lambda hf, out: convert(hf, out / "x", to="hf", layout=LAYOUT),
     "contains the source": lambda hf, out: convert(hf, hf.parent, overwrite=True),
     "exists and is not empty": lambda hf, out: convert(hf, out),
 }
+
+
+def test_limits_that_have_no_effect_on_an_adapter_are_warned_about(tiny, tmp_path: Path, caplog) -> None:
+    adapter = random_adapter(tiny("llama"), tmp_path / "adapter")
+    convert(tiny("llama"), tmp_path / "a", adapter_path=adapter)
+    assert verify(adapter, adapter).same and not caplog.messages
+    convert(tiny("llama"), tmp_path / "b", adapter_path=adapter, workers=2)
+    verify(adapter, adapter, workers=2, memory_limit=10**9)
+    assert [message.partition(";")[0] for message in caplog.messages] == [
+        "--workers has no effect on an adapter",
+        "--workers and --memory_limit have no effect on an adapter",
+    ]
 
 
 @pytest.mark.parametrize("message", MISTAKES)

@@ -15,6 +15,7 @@ from mca_config.layout import ParallelLayout
 from mca_config.types import JsonObject
 from mca_convert.conversion import (
     Conversion,
+    bytes_on_disk,
     plan_to_hf,
     plan_to_mca,
     require_adapter,
@@ -158,7 +159,7 @@ def _forecast_model(request: Request) -> ConversionPlan:
     conversion = _plan(request, source, layout, result)
     if conversion is not None:
         _describe(conversion, request, result)
-        _require_space(request.destination, result)
+        _require_space(request.destination, lambda: conversion.disk_bytes, result)
         if not result.config_only:
             _report_values(conversion, request, result)
     return result
@@ -225,7 +226,8 @@ def _report_values(conversion: Conversion, request: Request, result: ConversionP
             )
         return
     source, casts = conversion.source, notes.casts()
-    found = result._attempt(lambda: search(source, source.params, request.limits, casts=casts))
+    read = partial(search, source, source.params, request.limits, casts=casts, checksums=True)
+    found = result._attempt(read)
     if not found:
         return
     if notes.work is None:
@@ -318,7 +320,8 @@ def _forecast_adapter(request: Request, path: Path) -> ConversionPlan:
         result._attempt(lambda: _as_mca(written, target_layout(request.layout, source_layout), result))
     # the full adapter is in memory twice, as read and as written
     result.peak_bytes = _anonymous_bytes() + result.written_bytes
-    _require_space(request.destination, result)
+    sizes = [*result.files.values(), len(adapter.config.to_json())]
+    _require_space(request.destination, lambda: bytes_on_disk(sizes, path), result)
     return result
 
 
@@ -415,16 +418,16 @@ def _existing_parent(destination: Path) -> Path:
     return parent
 
 
-def _require_space(destination: Path | None, result: ConversionPlan) -> None:
+def _require_space(destination: Path | None, size: Callable[[], int], result: ConversionPlan) -> None:
     """Record an error if the disk has too little free space."""
     if destination is None:
         return
-    parent = result._attempt(lambda: _existing_parent(destination))
-    if parent is None:
+    parent, needed = result._attempt(lambda: _existing_parent(destination)), result._attempt(size)
+    if parent is None or needed is None:
         return
     free = shutil.disk_usage(parent).free
-    if free < result.written_bytes:
+    if free < needed:
         result.refusals.append(
-            f"--output_path {destination}: needs {format_size(result.written_bytes)}, {parent} has "
+            f"--output_path {destination}: needs {format_size(needed)}, {parent} has "
             f"{format_size(free)} free; free space or name another path"
         )

@@ -93,20 +93,6 @@ def test_digests_and_fingerprints_do_not_depend_on_blocks(
     assert int(fingerprint._sum(torch.zeros(3, dtype=dtype))) == 0
 
 
-@pytest.mark.parametrize(("rank", "rows"), [(0, 4), (1, 2), (2, 0)])
-def test_padding_of_the_vocabulary_has_no_fingerprint(
-    rank: int, rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fingerprint, "shard_rank_and_size", lambda *_: (rank, 3))
-    models: Any = SimpleNamespace(
-        config=SimpleNamespace(vocab_size=6, layout=None), rank_context=SimpleNamespace(coordinates=None)
-    )
-    tensor = torch.arange(8).view(4, 2)
-    vocab, other = (SimpleNamespace(vocab=value) for value in (True, False))
-    assert fingerprint._true_rows(vocab, tensor, models).tolist() == tensor[:rows].tolist()  # type: ignore[arg-type]
-    assert fingerprint._true_rows(other, tensor, models) is tensor  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_replicas_write_all_bytes_of_a_file_once(count: int, tmp_path: Path) -> None:
     live = {

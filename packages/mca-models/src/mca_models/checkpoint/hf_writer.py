@@ -168,14 +168,17 @@ class HfLayout(HfTensors):
 
     def finish(self, directory: Path) -> dict[str, int]:
         """Write ``config.json`` and, with several files, the index into ``directory``; returns their sizes."""
-        written = {CONFIG: write_config(directory, self.config_text)}
+        small = self.small_files()
+        return {name: write_file(directory / name, content) for name, content in small.items()}
+
+    def small_files(self) -> dict[str, bytes]:
+        """Return the contents of the files that `finish` writes, by name."""
         if len(self.files) == 1:
-            return written
+            return {CONFIG: self.config_text}
         total = sum(prod(shape) * ITEM_SIZES[dtype] for dtype, shape in self.tensors.values())
         weight_map = {name: file for file, names in self.files.items() for name in names}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        written[INDEX] = write_file(directory / INDEX, json.dumps(index, indent=2).encode() + b"\n")
-        return written
+        return {CONFIG: self.config_text, INDEX: json.dumps(index, indent=2).encode() + b"\n"}
 
 
 def config_text(config: McaModelConfig, more: JsonObject | None = None) -> bytes:

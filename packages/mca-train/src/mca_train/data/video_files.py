@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mca_config.errors import McaError, UsageError
-from mca_train.data.audio_files import AudioFacts, resample
+from mca_train.data.audio_files import AudioFacts, require_finite, resample
 from mca_train.data.encoded_file import EncodedFile
 from mca_train.data.image_files import ImageFile, open_image
 from mca_train.data.message_parts import VIDEO, VIDEO_KEYS, require_no_video_options
@@ -106,6 +106,7 @@ class VideoFile(EncodedFile):
                 f"video {self.place}: {len(mono)} of {facts.frames} samples of its sound can be decoded; the file is "
                 "damaged; encode it again, or remove the row"
             )
+        require_finite(mono, f"video {self.place}, its sound")
         whole = np.pad(mono[: facts.frames], (0, max(facts.frames - len(mono), 0)))
         return resample(whole.astype(np.float32), facts, rate)
 

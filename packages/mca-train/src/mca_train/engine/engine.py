@@ -21,6 +21,13 @@ from mca_train.losses import moe_aux, mtp
 from mca_train.losses.token_loss import ItemCount, LossFunction, StepLoss, count_step, num_targets
 from mca_train.types import Chunk, TrainingArguments, Upstream, Wrapper
 
+_FIXED = ("freeze", "max_grad_norm", "adam_beta1", "adam_beta2", "adam_epsilon")
+_PART_RATES = (
+    *("vision_learning_rate", "audio_learning_rate", "projector_learning_rate"),
+    *("decoupled_lr", "decoupled_min_lr"),
+)
+_RUN_RATES = ("learning_rate", "min_lr")
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -31,14 +38,6 @@ class StepResult:
     grad_norm: float | None
     had_targets: bool = True
     """False if the loss count of the global batch is 0."""
-
-
-_FIXED = ("freeze", "max_grad_norm", "adam_beta1", "adam_beta2", "adam_epsilon")
-_PART_RATES = (
-    *("vision_learning_rate", "audio_learning_rate", "projector_learning_rate"),
-    *("decoupled_lr", "decoupled_min_lr"),
-)
-_RUN_RATES = ("learning_rate", "min_lr")
 
 
 def _fixed_arguments(args: TrainingArguments) -> JsonObject:

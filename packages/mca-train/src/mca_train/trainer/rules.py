@@ -33,6 +33,51 @@ from mca_train.types import SampleSource, VirtualModels
 if TYPE_CHECKING:
     from mca_config.training import TrainingArguments
 
+_PARAMETERS: Mapping[str, str] = {
+    "compute_metrics": "evaluation computes the loss only; override evaluate",
+    "preprocess_logits_for_metrics": "evaluation computes the loss only; override evaluate",
+    "compute_loss_func": "override compute_loss",
+    "model_init": "build the model with mca_models.AutoModel and pass it as model",
+    "optimizers": "the optimizer is Megatron's; set optimizer and its keys in the arguments",
+    "optimizer_cls_and_kwargs": "the optimizer is Megatron's; set optimizer and its keys in the arguments",
+    "peft_config": "pass the model from mca_models.megatron.peft.get_peft_model",
+    "tokenizer": "use processing_class",
+}
+USE_CPU_WITH_GPU = (
+    "use_cpu is not supported with a GPU: the device is chosen before the arguments are read; set MCA_DEVICE=cpu in "
+    "the environment, or remove use_cpu"
+)
+_LOADERS = "pass the samples as train_dataset and eval_dataset"
+_ORDER = f"{_LOADERS} in the order that you want, with train_sampling_strategy sequential"
+_OPTIMIZER = _PARAMETERS["optimizers"]
+_SCHEDULE = "set lr_scheduler_type and lr_scheduler_kwargs, or learning_rate"
+_EVALUATION = "override evaluate or compute_loss"
+_METHODS: Mapping[str, str] = {
+    "get_train_dataloader": _LOADERS,
+    "get_eval_dataloader": _LOADERS,
+    "get_test_dataloader": _LOADERS,
+    "_get_train_sampler": _ORDER,
+    "_get_eval_sampler": _ORDER,
+    "create_optimizer_and_scheduler": _OPTIMIZER,
+    "create_optimizer": _OPTIMIZER,
+    "get_optimizer_cls_and_kwargs": _OPTIMIZER,
+    "create_scheduler": _SCHEDULE,
+    "get_decay_parameter_names": "only matrices decay; set weight_decay",
+    "prediction_step": _EVALUATION,
+    "evaluation_loop": _EVALUATION,
+    "get_batch_samples": "override before_forward, which gets each step's batch",
+    "_prepare_inputs": "override before_forward, which gets each step's batch",
+}
+"""Methods of Hugging Face's Trainer that are never called, and their replacements."""
+_OTHERWISE: Mapping[str, str] = {
+    "compute_loss": "it is compute_loss(self, output, batch) and returns the sum over the targets, and their number",
+    "training_step": "it is training_step(self, batch) and makes one optimizer step",
+}
+"""Methods with other arguments than in Hugging Face."""
+_FIXED = "calculate_per_token_loss"
+_PRECISIONS = {"bf16": "bfloat16", "fp16": "float16"}
+_SHORT = {name: short for short, name in SIZE_FIELDS.items()}
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerSetup:
@@ -99,49 +144,6 @@ def require_unmerged(model: VirtualModels) -> None:
 
 
 # Arguments and the class
-
-
-_PARAMETERS: Mapping[str, str] = {
-    "compute_metrics": "evaluation computes the loss only; override evaluate",
-    "preprocess_logits_for_metrics": "evaluation computes the loss only; override evaluate",
-    "compute_loss_func": "override compute_loss",
-    "model_init": "build the model with mca_models.AutoModel and pass it as model",
-    "optimizers": "the optimizer is Megatron's; set optimizer and its keys in the arguments",
-    "optimizer_cls_and_kwargs": "the optimizer is Megatron's; set optimizer and its keys in the arguments",
-    "peft_config": "pass the model from mca_models.megatron.peft.get_peft_model",
-    "tokenizer": "use processing_class",
-}
-USE_CPU_WITH_GPU = (
-    "use_cpu is not supported with a GPU: the device is chosen before the arguments are read; set MCA_DEVICE=cpu in "
-    "the environment, or remove use_cpu"
-)
-_LOADERS = "pass the samples as train_dataset and eval_dataset"
-_ORDER = f"{_LOADERS} in the order that you want, with train_sampling_strategy sequential"
-_OPTIMIZER = _PARAMETERS["optimizers"]
-_SCHEDULE = "set lr_scheduler_type and lr_scheduler_kwargs, or learning_rate"
-_EVALUATION = "override evaluate or compute_loss"
-_METHODS: Mapping[str, str] = {
-    "get_train_dataloader": _LOADERS,
-    "get_eval_dataloader": _LOADERS,
-    "get_test_dataloader": _LOADERS,
-    "_get_train_sampler": _ORDER,
-    "_get_eval_sampler": _ORDER,
-    "create_optimizer_and_scheduler": _OPTIMIZER,
-    "create_optimizer": _OPTIMIZER,
-    "get_optimizer_cls_and_kwargs": _OPTIMIZER,
-    "create_scheduler": _SCHEDULE,
-    "get_decay_parameter_names": "only matrices decay; set weight_decay",
-    "prediction_step": _EVALUATION,
-    "evaluation_loop": _EVALUATION,
-    "get_batch_samples": "override before_forward, which gets each step's batch",
-    "_prepare_inputs": "override before_forward, which gets each step's batch",
-}
-"""Methods of Hugging Face's Trainer that are never called, and their replacements."""
-_OTHERWISE: Mapping[str, str] = {
-    "compute_loss": "it is compute_loss(self, output, batch) and returns the sum over the targets, and their number",
-    "training_step": "it is training_step(self, batch) and makes one optimizer step",
-}
-"""Methods with other arguments than in Hugging Face."""
 
 
 def unsupported_parameters(setup: TrainerSetup) -> Iterator[str]:
@@ -242,11 +244,6 @@ def optimizer_problems(args: "TrainingArguments") -> Iterator[str]:
                 "optimizer muon needs emerging-optimizers, which needs Python 3.12; install mca-train[muon] there, "
                 "or use adam or sgd"
             )
-
-
-_FIXED = "calculate_per_token_loss"
-_PRECISIONS = {"bf16": "bfloat16", "fp16": "float16"}
-_SHORT = {name: short for short, name in SIZE_FIELDS.items()}
 
 
 def model_arguments(setup: TrainerSetup) -> Iterator[str]:
