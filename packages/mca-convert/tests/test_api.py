@@ -199,10 +199,23 @@ MISTAKES = {
     "--merge needs --adapter_path": lambda hf, out: convert(hf, out / "x", merge=True),
     "missing --checkpoint_path": lambda hf, out: convert(None, out / "x"),
     "--fp8 is for Hugging Face targets": lambda hf, out: convert(hf, out / "x", fp8=True),
+    "--max_shard_size is for Hugging Face models": lambda hf, out: convert(hf, out / "x", max_shard_size=9),
     "layout is only for MCA targets": lambda hf, out: convert(hf, out / "x", to="hf", layout=LAYOUT),
     "contains the source": lambda hf, out: convert(hf, hf.parent, overwrite=True),
     "exists and is not empty": lambda hf, out: convert(hf, out),
 }
+
+
+def test_limits_that_have_no_effect_on_an_adapter_are_warned_about(tiny, tmp_path: Path, caplog) -> None:
+    adapter = random_adapter(tiny("llama"), tmp_path / "adapter")
+    convert(tiny("llama"), tmp_path / "a", adapter_path=adapter)
+    assert verify(adapter, adapter).same and not caplog.messages
+    convert(tiny("llama"), tmp_path / "b", adapter_path=adapter, workers=2)
+    verify(adapter, adapter, workers=2, memory_limit=10**9)
+    assert [message.partition(";")[0] for message in caplog.messages] == [
+        "--workers has no effect on an adapter",
+        "--workers and --memory_limit have no effect on an adapter",
+    ]
 
 
 @pytest.mark.parametrize("message", MISTAKES)

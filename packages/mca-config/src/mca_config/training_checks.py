@@ -34,6 +34,8 @@ GREATER_IS_BETTER: Mapping[str, bool] = {
     "max_reward": True,
 }
 """Direction by name of the metric, without ``eval_`` and the name of a dataset."""
+_logger = logging.getLogger(__name__)
+_CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
 
 
 def choose_direction(args: HfArguments) -> None:
@@ -44,11 +46,6 @@ def choose_direction(args: HfArguments) -> None:
     matches = (metric for metric in GREATER_IS_BETTER if name == metric or name.endswith(f"_{metric}"))
     metric = max(matches, key=len, default=None)
     args.greater_is_better = None if metric is None else GREATER_IS_BETTER[metric]
-
-
-_logger = logging.getLogger(__name__)
-
-_CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
 
 
 @dataclass(kw_only=True)

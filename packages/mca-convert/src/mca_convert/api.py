@@ -4,6 +4,7 @@ Paths may be models of the Hugging Face Hub (``org/name``, ``org/name@revision``
 errors name an option by its flag: ``--fp8`` is the argument ``fp8``.
 """
 
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +19,7 @@ from mca_config.arguments import DistributingParallelArguments
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
 from mca_convert.pool import ByteCounter, Limits, default_workers, require_count
-from mca_convert.request import Request, conversion_target, target_layout
+from mca_convert.request import MAX_SHARD_BYTES, Request, conversion_target, target_layout
 from mca_models.hub import headers_only, is_hub_id, resolve_directory
 
 if TYPE_CHECKING:
@@ -27,8 +28,7 @@ if TYPE_CHECKING:
     from mca_convert.forecast import ConversionPlan
     from mca_convert.inspection import Inspection
 
-MAX_SHARD_BYTES = 5 * 10**9
-"""Default size of the largest file of a Hugging Face target."""
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,8 @@ def convert(
         max_shard_size: Bytes of the largest file of a Hugging Face target.
         overwrite: Replace a checkpoint at ``dst`` once the new one is complete.
         workers: Number of threads. None: one per processor, at most 8.
-        memory_limit: Bytes of all buffers. None: 3 MB per thread.
+        memory_limit: Bytes of all buffers; at least 192 KiB per thread are used. None: 3 MB per thread, and up to
+            320 MiB in all for weights that are merged or dequantised.
         progress: Called with the bytes done and in all, by one thread at a time; may raise an error to stop. The first
             call comes before the first file is made, the last before ``dst`` is put in place. Of an adapter both are 0.
 
@@ -135,6 +136,7 @@ def convert(
         if request.checkpoint is not None:
             request = replace(request, checkpoint=resolve_directory(request.checkpoint))
         if request.adapter is not None and not merge:
+            _warn_about_limits(workers, memory_limit)
             return _convert_adapter(request, request.adapter, destination, progress, require_free)
         return _convert_model(request, plan_conversion(request), destination, progress, require_free)
 
@@ -262,7 +264,8 @@ def verify(
         b: The other.
         tolerance: Largest absolute difference allowed; dtypes may then differ. None: compare bits.
         workers: Number of threads. None: one per processor, at most 8.
-        memory_limit: Bytes of all buffers. None: 3 MB per thread.
+        memory_limit: Bytes of all buffers; at least 192 KiB per thread are used. None: 3 MB per thread, and up to
+            320 MiB in all for weights that are merged or dequantised.
         progress: As for `convert`; the bytes are those of ``a``.
 
     Returns:
@@ -282,13 +285,16 @@ def verify(
     if tolerance is not None and not 0 <= tolerance < inf:
         raise McaError(f"tolerance: expected a finite number of at least 0, not {tolerance!r}")
     with _system_errors():
-        from mca_convert.compare import compare_adapters, compare_models
+        from mca_convert.compare import compare_adapters, compare_models, is_quantized
         from mca_models.checkpoint_kinds import checkpoint_kind, open_checkpoint
 
         paths = resolve_directory(a), resolve_directory(b)
         if any(checkpoint_kind(path).is_adapter for path in paths):
+            _warn_about_limits(workers, memory_limit)
             return compare_adapters(*paths, tolerance=tolerance)
         first, second = (open_checkpoint(path) for path in paths)
+        if is_quantized(first) and is_quantized(second):  # bf16 would hide small differences of scales
+            first, second = (open_checkpoint(path, "F32") for path in paths)
         return compare_models(first, second, limits, tolerance=tolerance, progress=progress)
 
 
@@ -378,6 +384,16 @@ def _limits(workers: int | None, memory_limit: int | None) -> Limits:
         if value is not None:
             require_count(name, value)
     return Limits(workers=workers or default_workers(), memory=memory_limit)
+
+
+def _warn_about_limits(workers: int | None, memory_limit: int | None) -> None:
+    """Log a warning about limits of an adapter, which is read into memory by one thread."""
+    values = {"--workers": workers, "--memory_limit": memory_limit}
+    if names := [name for name, value in values.items() if value is not None]:
+        verb = "has" if len(names) == 1 else "have"
+        logger.warning(
+            "%s %s no effect on an adapter; one thread reads it into memory", " and ".join(names), verb
+        )
 
 
 def _with_headers(

@@ -20,6 +20,8 @@ from mca_convert.pool import ByteCounter, Limits, Progress, allow_open_files, ru
 from mca_convert.reader import Buffers, Collector, SourceFiles
 from mca_models.checkpoint.mca_directory import load_config
 from mca_models.checkpoint_kinds import checkpoint_kind
+from mca_models.quantization.fp8_read import Fp8Tensor
+from mca_models.quantization.mxfp4_read import Mxfp4Tensor
 from mca_models.storage.copy_plan import HF
 from mca_models.storage.dtypes import ITEM_SIZES, dtype_code
 from mca_models.storage.finite import counts_in
@@ -209,6 +211,12 @@ def _different_models(first: ModelSource, second: ModelSource, tolerance: float 
         if dtypes[0][name] != dtypes[1][name] and tolerance is None:
             problems.append(f"{name}: {dtypes[0][name]} and {dtypes[1][name]} (--tolerance allows this)")
     return problems
+
+
+def is_quantized(source: ModelSource) -> bool:
+    """Return whether any weight of ``source`` is dequantised as it is read."""
+    infos = (part.info for param in source.params for part in source.parts(param))
+    return any(isinstance(info, Fp8Tensor | Mxfp4Tensor) for info in infos)
 
 
 def _different_fields(first: McaModelConfig, second: McaModelConfig) -> Iterator[tuple[str, Typed, Typed]]:

@@ -183,7 +183,8 @@ def _engine_flags(parser: Parser) -> None:
         "memory_limit",
         type=byte_count,
         metavar="SIZE",
-        help="total size of all buffers, e.g. 64M; default: 3 MB per thread",
+        help="total size of all buffers, e.g. 64M, but at least 192 KiB per thread are used; default: 3 MB per thread, "
+        "and up to 320 MiB in all for weights that are merged or dequantised",
     )
 
 

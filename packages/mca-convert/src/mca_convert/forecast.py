@@ -226,7 +226,8 @@ def _report_values(conversion: Conversion, request: Request, result: ConversionP
             )
         return
     source, casts = conversion.source, notes.casts()
-    found = result._attempt(lambda: search(source, source.params, request.limits, casts=casts))
+    read = partial(search, source, source.params, request.limits, casts=casts, checksums=True)
+    found = result._attempt(read)
     if not found:
         return
     if notes.work is None:

@@ -10,6 +10,8 @@ from mca_config.errors import McaError, UsageError
 from mca_config.layout import ParallelLayout
 from mca_convert.pool import Limits, require_count
 
+MAX_SHARD_BYTES = 5 * 10**9
+"""Default size of the largest file of a Hugging Face target."""
 _CODES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 TargetLayout = ParallelLayout | DistributingParallelArguments
 """A layout, or parallel sizes that replace those of the source's layout."""
@@ -113,6 +115,9 @@ def conversion_target(request: Request, *, from_megatron: bool) -> Literal["mca"
         raise OptionsError("--fp8 is for full models; add --merge, or remove it")
     if request.fp8 and target == "mca":
         raise OptionsError("--fp8 is for Hugging Face targets; add --to hf, or remove it")
+    is_adapter = request.adapter is not None and not request.merge
+    if request.max_shard_bytes != MAX_SHARD_BYTES and (target == "mca" or is_adapter):
+        raise OptionsError("--max_shard_size is for Hugging Face models, which have several files; remove it")
     if request.layout is not None and target == "hf":
         raise OptionsError(_layout_problem(request.layout, from_megatron=from_megatron or request.merge))
     return target

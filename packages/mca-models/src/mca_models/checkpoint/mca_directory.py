@@ -15,6 +15,7 @@ from mca_config.files import has_entry, read_text, resolve_inside
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import FILE_NAME as CONFIG
 from mca_config.model_config import McaModelConfig
+from mca_config.types import Typed
 from mca_models.checkpoint.hf_directory import CONFIG as CONFIG_OF_HF
 from mca_models.checkpoint.hf_writer import config_text
 from mca_models.checkpoint.placement import (
@@ -38,6 +39,8 @@ from mca_models.storage.source import (
     require_same_names,
 )
 from mca_models.templates import get_family
+from mca_models.templates.parts.passthrough import PASSTHROUGH
+from mca_models.templates.parts.vision_tower import MORE, SPELLING
 from mca_models.weights import Param
 
 LATEST = "latest_checkpointed_iteration.txt"
@@ -149,10 +152,39 @@ def load_config(path: Path) -> McaModelConfig:
     """
     config = McaModelConfig.load(path)
     try:
+        _require_extra(config)
         get_family(config.model_type).require_family(config)
     except McaError as error:
         raise with_location(error, path / CONFIG) from None
     return config
+
+
+def _require_extra(config: McaModelConfig) -> None:
+    """Raise unless the keys of ``extra`` that have a structure have it."""
+    vision = get_family(config.model_type).vision
+    spellings = range(len(vision.spellings) if vision is not None else 1)
+    expected: dict[str, tuple[str, Callable[[Typed], bool]]] = {
+        "hf_duplicates": ("a list of names", _is_list(str)),
+        PASSTHROUGH: ("an object of shapes", _is_shapes),
+        MORE: ("an object of shapes", _is_shapes),
+        SPELLING: (
+            f"a number from 0 to {spellings[-1]}",
+            lambda value: type(value) is int and value in spellings,
+        ),
+    }
+    for key, (words, is_right) in expected.items():
+        if key in config.extra and not is_right(config.extra[key]):
+            raise McaError(f"extra: {key} must be {words}, not {config.extra[key]!r:.80}; restore the file")
+
+
+def _is_list(kind: type) -> Callable[[Typed], bool]:
+    return lambda value: isinstance(value, list | tuple) and all(type(entry) is kind for entry in value)
+
+
+def _is_shapes(value: Typed) -> bool:
+    return isinstance(value, dict) and all(
+        _is_list(int)(shape) and min(shape, default=0) >= 0 for shape in value.values()
+    )
 
 
 def is_mca(path: Path) -> bool:

@@ -27,6 +27,7 @@ from mca_models.storage.atomic import atomic_directory, write_file
 from mca_models.storage.checksum import file_crc32
 from mca_models.storage.copy_plan import Side
 from mca_models.storage.dtypes import dtype_code
+from mca_models.storage.manifest import FILE_NAME as MANIFEST
 from mca_models.storage.manifest import FileRecord, Manifest
 from mca_models.storage.safetensors import TensorInfo, plan_file, read_header
 from mca_models.storage.source import Part, checked_parts, require_same_names
@@ -51,7 +52,8 @@ def open_mca_adapter(path: Path) -> Adapter:
     folder = path / iteration_name(latest_iteration(path))
     manifest = Manifest.load(folder)
     rules = rules_from_names(model, config, manifest.tensors.keys())
-    require_same_names(manifest.tensors.keys(), (param.mca_name() for param in rules.params), folder)
+    names = (param.mca_name() for param in rules.params)
+    require_same_names(manifest.tensors.keys(), names, folder, f"{MANIFEST} and {FILE_NAME}")
     shards = _Shards(folder, manifest, model)
     return check_shapes(Adapter(model, config, rules, shards.read, shards.parts), folder)
 

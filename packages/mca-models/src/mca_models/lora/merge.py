@@ -88,11 +88,24 @@ class MergedSource:
         name = param.mca_name()
         if name not in self._parts:
             shapes = part_shapes(Rule.from_param(param), self.full_shape(param), HF)
-            self._parts[name] = tuple(
-                Part(MergedTensor(self, param, number, shape, self._dtype(param, number)), shape)
-                for number, shape in enumerate(shapes)
-            )
+            self._parts[name] = tuple(self._part(param, number, shape) for number, shape in enumerate(shapes))
         return self._parts[name]
+
+    def _part(self, param: Param, number: int, shape: Shape) -> Part:
+        dtype = self._dtype(param, number)
+        if self.base.side(param) is HF and not self._changes(param, number):
+            stored = self.base.parts(param)[number]
+            if stored.info.dtype == dtype:
+                return stored
+        return Part(MergedTensor(self, param, number, shape, dtype), shape)
+
+    def _changes(self, param: Param, number: int) -> bool:
+        """Return whether the adapter may change HF tensor ``param.hf[number]``."""
+        name = param.mca_name()
+        return name in self.adapter.saved_by_name or any(
+            len(pair.target.base.hf) != len(param.hf) or pair.target.part == number
+            for pair in self.adapter.factors_by_name[name]
+        )
 
     def _dtype(self, param: Param, number: int) -> str:
         return _cast_dtype(param, self.stored_dtype(param, number), self._cast)

@@ -66,7 +66,7 @@ def open_peft(path: Path, model: McaModelConfig) -> Adapter:
     model = model_with_head(model, config.document, infos)
     rules = rules_from_names(model, config, infos.keys())
     expected = {name for param in rules.params for name in param.hf_names()}
-    require_same_names(infos.keys(), expected, path)
+    require_same_names(infos.keys(), expected, path, f"{file.name} and {FILE_NAME}")
     adapted = [pair.target for pair in rules.factors]
     for problem in (*unmatched_entries(model, config, adapted), *ineffective_exclusions(model, config)):
         logger.warning("%s: %s", path / FILE_NAME, problem)

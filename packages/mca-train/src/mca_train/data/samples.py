@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     import datasets
     from transformers import PreTrainedTokenizerBase
 
+logger = logging.getLogger(__name__)
+
 
 def map_in_memory(
     rows: "datasets.Dataset",
@@ -53,9 +55,6 @@ def map_in_memory(
         new_fingerprint=generate_random_fingerprint(),
         features=datasets.Features(features),
     )
-
-
-logger = logging.getLogger(__name__)
 
 
 def pretrain_blocks(

@@ -22,6 +22,8 @@ from mca_train.plan.audio_memory import Clips, PlannedMedia
 from mca_train.plan.vision_memory import Images
 from mca_train.types import Upstream
 
+Routing = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
 
 class LongestSamples(Dataset[JsonObject]):
     """Dataset of samples of ``length`` tokens, all of which count.
@@ -165,9 +167,6 @@ _PIXELS = {
     "joined_tiles": _joined_tiles,
     "shapes": _shapes,
 }
-
-
-Routing = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 def route_evenly(chunks: Iterable[torch.nn.Module], answers: FakeValues | None = None) -> None:

@@ -1,5 +1,6 @@
 """Megatron's training step on this rank: data parallelism, optimizer, and the pipeline's schedule."""
 
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +22,13 @@ from mca_train.losses import moe_aux, mtp
 from mca_train.losses.token_loss import ItemCount, LossFunction, StepLoss, count_step, num_targets
 from mca_train.types import Chunk, TrainingArguments, Upstream, Wrapper
 
+_FIXED = ("freeze", "max_grad_norm", "adam_beta1", "adam_beta2", "adam_epsilon")
+_PART_RATES = (
+    *("vision_learning_rate", "audio_learning_rate", "projector_learning_rate"),
+    *("decoupled_lr", "decoupled_min_lr"),
+)
+_RUN_RATES = ("learning_rate", "min_lr")
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -31,14 +39,6 @@ class StepResult:
     grad_norm: float | None
     had_targets: bool = True
     """False if the loss count of the global batch is 0."""
-
-
-_FIXED = ("freeze", "max_grad_norm", "adam_beta1", "adam_beta2", "adam_epsilon")
-_PART_RATES = (
-    *("vision_learning_rate", "audio_learning_rate", "projector_learning_rate"),
-    *("decoupled_lr", "decoupled_min_lr"),
-)
-_RUN_RATES = ("learning_rate", "min_lr")
 
 
 def _fixed_arguments(args: TrainingArguments) -> JsonObject:
@@ -238,8 +238,18 @@ class Engine(Pipeline):
                 )
 
     def optimizer_step(self) -> StepResult:
-        """Clip the gradients and update the parameters; a step without targets updates nothing, on any rank."""
-        if self._loss_count is not None and float(self._loss_count) == 0:
+        """Clip the gradients and update the parameters; a step without targets updates nothing, on any rank.
+
+        Raises:
+            McaError: The loss count of the step is negative or not finite.
+        """
+        count = 1.0 if self._loss_count is None else float(self._loss_count)
+        if not 0 <= count < math.inf:
+            raise McaError(
+                f"compute_loss returned counts with the sum {count:g} over the global batch; expected 0 or more: "
+                "return the number of targets, or the sum of their weights"
+            )
+        if count == 0:
             return StepResult(updated=False, grad_norm=None, had_targets=False)
         updated, grad_norm, _ = self.optimizer.step()
         return StepResult(bool(updated), None if grad_norm is None else float(grad_norm))

@@ -61,6 +61,14 @@ _LORA = """
 # lora_alpha: 32
 # lora_target_modules: all-linear
 """
+_NAMES: dict[TypeHint, str] = {
+    type(None): "null",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    str: "string",
+    dict: "object",
+}
 
 
 def starter(task: Task, model: str, *, gpu: bool) -> str:
@@ -87,16 +95,6 @@ def starter(task: Task, model: str, *, gpu: bool) -> str:
         "lora": "" if example.lora is None else _LORA + example.lora,
     }
     return (_HEAD + _BODY).format(**values)
-
-
-_NAMES: dict[TypeHint, str] = {
-    type(None): "null",
-    bool: "boolean",
-    int: "integer",
-    float: "number",
-    str: "string",
-    dict: "object",
-}
 
 
 def schema(tasks: Iterable[Task]) -> JsonObject:

@@ -37,6 +37,8 @@ _PLAN_FLAGS = {
     flag.name: f"is a flag of mca-train plan (--{flag.name}), no key of a run; remove it"
     for flag in fields(PlanOptions)
 }
+TEXT_PARTS = ("language",)
+"""Parts of a model without media."""
 
 
 def load_values(config: Path | None, overrides: list[str]) -> tuple[JsonObject, str]:
@@ -189,10 +191,6 @@ def _training_class(*, early: bool) -> type:
 
 
 # Checks before torch and transformers are imported
-
-
-TEXT_PARTS = ("language",)
-"""Parts of a model without media."""
 
 
 def check_run(task: Task, values: Values, where: str, *, launched: bool = False) -> None:

@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from mca_train.trainer.base import TrainerOptions
     from mca_train.trainer.trainer import McaTrainer
 
+logger = logging.getLogger(__name__)
+
 
 class LastEvaluation(TrainerCallback):  # type: ignore[misc]
     """Callback that evaluates the final model at the end of training, unless it was evaluated.
@@ -79,9 +81,6 @@ class LastEvaluation(TrainerCallback):  # type: ignore[misc]
         best = best_step(self._trainer)
         step = state.global_step if best is None else best
         return any("eval_loss" in log and log["step"] == step for log in state.log_history)
-
-
-logger = logging.getLogger(__name__)
 
 
 def run(task: Task, values: Values, where: str, command: list[str]) -> int:

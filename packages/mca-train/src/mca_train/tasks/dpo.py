@@ -30,6 +30,11 @@ if TYPE_CHECKING:
     from mca_train.trainer.base import TrainerOptions
     from mca_train.trainer.dpo import DpoTrainer
 
+_KEYS = """\
+dpo_beta: 0.1                           # strength of the KL penalty
+# dpo_loss: sigmoid                     # or hinge, ipo, orpo
+"""
+
 
 @dataclass(kw_only=True)
 class DpoArguments(ReferenceArguments):
@@ -87,12 +92,6 @@ class DpoArguments(ReferenceArguments):
         from mca_train.losses.preference import PreferenceLoss
 
         return PreferenceLoss(**vars(self.options()))
-
-
-_KEYS = """\
-dpo_beta: 0.1                           # strength of the KL penalty
-# dpo_loss: sigmoid                     # or hinge, ipo, orpo
-"""
 
 
 class Dpo(AnswerTask):

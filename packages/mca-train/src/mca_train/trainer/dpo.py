@@ -48,6 +48,15 @@ from mca_train.types import Sample, SampleSource
 if TYPE_CHECKING:
     from mca_models import VirtualModels
 
+logger = logging.getLogger(__name__)
+_SIDES = ("chosen", "rejected")
+_PARTS, _STEPS = 20, 16
+"""Largest number of saves while computing, and least number of steps between two."""
+_UNKNOWN = (
+    "precompute_ref_log_probs: this dataset did not exist when the trainer was created; create a new trainer with "
+    "it as train_dataset or eval_dataset, or set precompute_ref_log_probs to false"
+)
+
 
 class ExtraColumns(Dataset[Sample]):
     """Dataset that appends one number to the ``values`` of each sequence.
@@ -94,17 +103,6 @@ class RowSubset(Dataset[Sample]):
 
     def __getitem__(self, index: int) -> Sample:
         return self._dataset[int(self._rows[index])]
-
-
-logger = logging.getLogger(__name__)
-
-_SIDES = ("chosen", "rejected")
-_PARTS, _STEPS = 20, 16
-"""Largest number of saves while computing, and least number of steps between two."""
-_UNKNOWN = (
-    "precompute_ref_log_probs: this dataset did not exist when the trainer was created; create a new trainer with "
-    "it as train_dataset or eval_dataset, or set precompute_ref_log_probs to false"
-)
 
 
 class _Stopped(Exception):

@@ -45,6 +45,7 @@ _WITHOUT_WARM_UP = ("constant", "reduce_lr_on_plateau", "greedy")
 _WITHOUT_END = ("constant", "constant_with_warmup")
 _EXPERT_MODULES = ("moe", "moe_act", "shared_experts")
 _GPU = ("pin_cpu_grads", "pin_cpu_params", "overlap_cpu_optimizer_d2h_h2d", "deterministic_mode")
+_FORCED = ("moe_router_force_load_balancing", "moe_router_force_biased")
 
 
 def warn_unused_options(
@@ -174,9 +175,6 @@ def _machine(
         yield "gradients of fp32 weights are fp32", ("accumulate_allreduce_grads_in_fp32",)
     if platform.device_type() == "cpu":
         yield "there is no GPU", _GPU
-
-
-_FORCED = ("moe_router_force_load_balancing", "moe_router_force_biased")
 
 
 def warn_router_bias_step(
