@@ -113,7 +113,7 @@ llamafactory() {
 roll() {
     client_environment .venv-roll "$python" .ci/roll.txt
     uv pip install --quiet --python .venv-roll/bin/python --no-deps TransferQueue==0.1.6
-    .venv-roll/bin/python -m pytest -n 0 "$@" integration_tests/cli/test_roll.py
+    .venv-roll/bin/python -m pytest -n 0 "$@" integration_tests/cli/test_roll{,_features}.py
 }
 
 # ms-swift's own command with the patch of the documents, in an environment of its own, on Transformer Engine's emulated kernels.

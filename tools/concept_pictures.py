@@ -89,7 +89,7 @@ def layout() -> Drawing:
         place = grid.coordinates(rank)
         x, y = 150 + 250 * place.pp + 100 * place.tp, 45 + 120 * place.dp
         picture.box(x, y, 98, 90, _COLOURS[place.tp], f"rank {rank}\nhalf {place.tp} of\neach matrix")
-    told = "side by side: a tensor group; below each other: a data group; along arrows: a pipeline group"
+    told = "side by side: a tensor group; one above the other: a data group; arrows: a pipeline"
     picture.words(320, 288, told, "middle")
     return picture
 
@@ -227,7 +227,7 @@ def step() -> Drawing:
     picture.arrow(304, 108, 330, 108)
     for row, words in enumerate(
         (
-            "The sums of the loss, the numbers of targets and the gradients of both replicas are added,",
+            "Sums of the loss, numbers of targets and gradients of both replicas are added,",
             "divided once and clipped. Each rank steps its shard of the optimizer, and the weights",
             "are gathered.",
         )
@@ -242,7 +242,7 @@ def schedule() -> Drawing:
     orders = [list(Order(pp, vpp, micro_batches).passes(rank)) for rank in range(pp)]
     passes = timeline(orders, vpp, lambda _, each: 1.0 if each.forward else 2.0)
     unit = 550 / max(each.end for each in passes)
-    picture = Drawing(640, 150, "Schedule of a step: passes of each micro-batch on two pipeline stages")
+    picture = Drawing(640, 178, "Schedule of a step: passes of each micro-batch on two pipeline stages")
     for rank in range(pp):
         picture.words(16, 40 + 48 * rank, f"stage {rank}")
         picture.box(74, 18 + 48 * rank, 550, 36, _GREY)
@@ -254,8 +254,9 @@ def schedule() -> Drawing:
         )
     legend = ("forward, chunk 0", "forward, chunk 1", "backward, chunk 0", "backward, chunk 1", "waiting")
     for number, (words, colour) in enumerate(zip(legend, (*_COLOURS, _GREY), strict=True)):
-        picture.box(16 + 124 * number, 118, 14, 14, colour)
-        picture.words(34 + 124 * number, 130, words)
+        x, y = 16 + 170 * (number % 3), 118 + 26 * (number // 3)
+        picture.box(x, y, 14, 14, colour)
+        picture.words(x + 18, y + 12, words)
     return picture
 
 

@@ -27,4 +27,7 @@ def _bars(code: "re.Match[str]") -> str:
 
 def _plain(link: "re.Match[str]") -> str:
     words, path = link[1], link[2]
-    return words if path in words.replace("`", "") else f"{words} (`{path}`)"
+    name = words.replace("`", "")
+    if path in name:
+        return words
+    return f"`{path}`" if path.endswith(name) else f"{words} (`{path}`)"

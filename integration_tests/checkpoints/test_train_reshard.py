@@ -112,7 +112,7 @@ def experts(tmp_path_factory, lengths):
     return Runs(model, tmp_path_factory.mktemp("runs"), EXPERTS, *lengths, {"data": lambda: tokens(96)})
 
 
-@pytest.mark.cases(0, always=["dp2-split-to-tp2"])
+@pytest.mark.qualify  # the default cases of the tests below shard and gather the same weights
 @pytest.mark.parametrize(("before", "after"), pairs(DENSE))
 def test_the_loss_curve_goes_on(before, after, dense, tmp_path, record_property):
     difference = dense.difference(before, after, tmp_path)

@@ -326,9 +326,7 @@ def test_a_rank_that_leaves_or_asks_for_something_else_is_reported_on_all(tmp_pa
     for rank, said in enumerate(found):
         for options in ({"to": "none"}, {"dtype": "int8"}, {"bucket_bytes": 0}):
             assert said.pop(f"{options}")
-        assert (
-            said.pop("{'merged': True}") == "merged=True: this model has no adapter to merge; remove merged"
-        )
+        assert said.pop("{'merged': True}") == "merged=True: this model has no adapter; remove merged"
         for key, text in DIFFERENT.items():
             assert said.pop(key).replace(str(path), "PATH") == text
         expected = {

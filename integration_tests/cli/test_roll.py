@@ -11,9 +11,6 @@
 ROLL is not on the package index: MCA_ROLL names a checkout. Without it only the facade is tested.
 """
 
-import importlib
-import os
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,56 +22,23 @@ import transformers
 
 from harness import run_ranks
 from mca_config.errors import McaError
-from mca_train.clients import client_path
+from roll_runs import (
+    CHECKOUT,
+    STEPS,
+    batch_of,
+    facade,
+    reference_losses,
+    train_steps,
+    train_strategy,
+    worker_of_roll,
+)
+from vision_reference import vision_model
 
-CHECKOUT = os.environ.get("MCA_ROLL")
 needs_roll = pytest.mark.skipif(CHECKOUT is None, reason="needs MCA_ROLL, a checkout of ROLL")
 pytestmark = pytest.mark.ranks
 
 TP, PP, EP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size"
 CP, VPP = "context_parallel_size", "virtual_pipeline_model_parallel_size"
-
-IMPORTED = {
-    "mcore_adapter": ["TrainingArguments"],
-    "mcore_adapter.adapters": [
-        "apply_megatron_lora",
-        "find_all_embedding_modules",
-        "find_all_linear_modules",
-        "find_all_router_modules",
-        "set_linear_is_expert",
-    ],
-    "mcore_adapter.checkpointing": [
-        "generate_model_state_dict",
-        "get_checkpoint_dir",
-        "load_state_dict_from_checkpoint",
-    ],
-    "mcore_adapter.constants": ["MCA_CONFIG_NAME"],
-    "mcore_adapter.models": ["AutoModel"],
-    "mcore_adapter.models.converter.model_converter": ["ModelConverter"],
-    "mcore_adapter.models.model_factory": ["McaGPTModel", "VirtualModels"],
-    "mcore_adapter.models.sequence_packing_mixin": ["MultimodalEmbeddingMixin"],
-    "mcore_adapter.parallel_functions": ["context_parallel_gather", "vocab_parallel_logprobs"],
-    "mcore_adapter.patcher": [
-        "patch_torch_find_nd_overlapping_shards",
-        "patch_torch_validate_global_plan",
-    ],
-    "mcore_adapter.trainer.utils": [
-        "build_sharded_state_dict_metadata",
-        "get_ltor_masks_and_position_ids",
-        "get_megatron_lr_scheduler",
-    ],
-}
-"""Names that ROLL imports in its strategy, weight update and model provider."""
-
-
-def facade() -> SimpleNamespace:
-    """Import the facade in a forked rank, and ROLL from the checkout if there is one."""
-    for folder in filter(None, (CHECKOUT, str(client_path("roll")))):
-        sys.path.insert(0, folder)
-    modules = {module: importlib.import_module(module) for module in IMPORTED}
-    return SimpleNamespace(
-        **{name: getattr(modules[module], name) for module, names in IMPORTED.items() for name in names}
-    )
 
 
 def arguments(names: SimpleNamespace, out: Path, **options: Any) -> Any:
@@ -176,15 +140,22 @@ def test_log_probs_of_a_sharded_vocabulary_equal_torch():
         torch.testing.assert_close(gradient, wanted_gradient)
 
 
-def rejections(path: Path, fused: Path, out: Path) -> list[str]:
+def rejections(path: Path, fused: Path, routed: Path, seeing: Path, out: Path) -> list[str]:
     """Return the error of each use that the facade does not support."""
     names = facade()
+    from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+    from peft import LoraConfig
+
     args = arguments(names, out)
+    names.AutoModel.from_pretrained(routed, arguments(names, out, moe_enable_routing_replay=True))
     models, stacked = (names.AutoModel.from_pretrained(folder, args) for folder in (path, fused))
     found = []
     for work in (
-        names.apply_megatron_lora,
-        lambda: arguments(names, out, moe_enable_routing_replay=True),
+        lambda: names.find_all_embedding_modules(models[0]),
+        lambda: models[0].attach_lora(LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])),
+        lambda: names.AutoModel.from_pretrained(path, arguments(names, out, moe_enable_routing_replay=True)),
+        lambda: RouterReplay.set_global_router_replay_action(RouterReplayAction.RECORD),
+        lambda: names.AutoModel.from_pretrained(seeing, args),
         lambda: names.ModelConverter(models.config),
         lambda: names.ModelConverter(stacked.config, to_hf=True),
         lambda: names.ModelConverter(models.config, to_hf=True).dist_converter.preprocess_layer_index("x", 0),
@@ -201,10 +172,15 @@ def rejections(path: Path, fused: Path, out: Path) -> list[str]:
 
 def test_what_does_not_map_is_an_error(tmp_path):
     path, fused = tiny_hf.save("llama", tmp_path / "a"), tiny_hf.save("gpt_oss", tmp_path / "b")
-    (messages,) = run_ranks(1, rejections, path, fused, tmp_path / "out")
+    vision_model("llava").save_pretrained(tmp_path / "d")
+    routed = tiny_hf.save("qwen3_moe", tmp_path / "c")
+    (messages,) = run_ranks(1, rejections, path, fused, routed, tmp_path / "d", tmp_path / "out")
     expected = (
-        "lora_target",
-        "moe_enable_routing_replay",
+        "lora_target: all-embedding",
+        "additional_target: lm_head",
+        "router_replay.mode: R3 needs a model with experts",
+        "router_replay.mode: R2",
+        "images of llava are not supported with ROLL",
         "to_hf=False",
         "all experts",
         "x: chunk 0",
@@ -253,116 +229,6 @@ def test_rolls_weight_stream_sends_the_exported_tensors(layout, tmp_path, monkey
     assert run_ranks(ranks, stream_of_roll, path, tmp_path / "out", options) == [[]] * ranks
 
 
-STEPS, ROWS, LENGTH = 3, 4, 32
-
-
-def batch_of(step: int) -> dict[str, torch.Tensor]:
-    """Return a batch of ROLL: rows with padding on the right and a mask of the responses."""
-    drawn = torch.Generator().manual_seed(step)
-    ids = torch.randint(1, 60, (ROWS, LENGTH), generator=drawn)
-    mask = torch.ones(ROWS, LENGTH, dtype=torch.long)
-    mask[1, 24:], mask[3, 20:] = 0, 0
-    response = mask.clone()
-    response[:, :6] = 0
-    return {"input_ids": ids * mask, "attention_mask": mask, "response_mask": response}
-
-
-def shifted_labels(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return the labels of ROLL's supervised collator: the next token of each, -100 outside of the response."""
-    labels = batch["input_ids"].masked_fill(batch["response_mask"] == 0, -100).roll(-1, 1)
-    labels[:, -1] = -100
-    return labels
-
-
-def worker_of_roll(path: Path, out: Path, options: dict[str, Any]) -> SimpleNamespace:
-    """Return what ROLL's strategies read of a worker."""
-    from roll.configs.worker_config import SequencePackingConfig
-    from roll.distributed.executor.worker import RankInfo
-    from roll.models import model_providers
-    from roll.platforms import current_platform
-
-    model_providers.download_model = str  # it asks a Ray actor for the path of a download
-    for name in ("current_device", "synchronize", "empty_cache", "get_rng_state", "set_rng_state"):
-        # ROLL names devices TYPE:NUMBER, and its CPU platform has no caches and no generator
-        setattr(type(current_platform), name, staticmethod(lambda *_: 0))
-    options = dict(options)
-    packing, frozen = options.pop("packing", False), options.pop("frozen", False)
-    return SimpleNamespace(
-        rank_info=RankInfo(),
-        pipeline_config=SimpleNamespace(sequence_length=LENGTH, max_grad_norm=1.0),
-        worker_config=SimpleNamespace(
-            name="actor",
-            offload_nccl=False,
-            checkpoint_config={},
-            use_sequence_packing=packing,
-            use_dynamic_batching_in_train=False,
-            use_dynamic_batching_in_infer=False,
-            sequence_packing_args=SequencePackingConfig(),
-            router_replay=SimpleNamespace(mode=None),
-            apply_loss_scale=False,
-            logits_in_fp32=True,
-            model_args=SimpleNamespace(
-                model_name_or_path=str(path),
-                lora_target=None,
-                moe_aux_loss_coef=None,
-                freeze_module_prefix=["embedding"] if frozen else None,
-            ),
-            strategy_args=SimpleNamespace(strategy_config=options),
-            training_args=SimpleNamespace(
-                max_steps=STEPS,
-                per_device_train_batch_size=2,
-                to_dict=lambda: arguments_of_roll(out),
-            ),
-        ),
-    )
-
-
-def train_strategy(path: Path, out: Path, options: dict[str, Any]) -> Any:
-    """Return ROLL's unmodified training strategy with the model of ROLL's provider."""
-    facade()
-    from roll.distributed.strategy.megatron_strategy import MegatronTrainStrategy
-    from roll.models.model_providers import default_actor_model_provider
-
-    strategy = MegatronTrainStrategy(worker_of_roll(path, out, options))
-    strategy.initialize(default_actor_model_provider)
-    return strategy
-
-
-def train_steps(strategy: Any, steps: range, *, sft: bool = False) -> list[float]:
-    """Train and return the loss of each step, the sum over its micro-batches; 0 where the last stage is elsewhere.
-
-    Args:
-        strategy: ROLL's strategy.
-        steps: Numbers of the steps.
-        sft: Take the loss of ROLL's supervised worker, whose model computes the cross entropy of the labels.
-    """
-    from roll.distributed.scheduler.protocol import DataProto
-
-    seen: list[float] = []
-
-    def loss(data: Any, logits: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
-        mask = data.batch["attention_mask"]
-        if sft:
-            value, metrics = strategy.op_compute_language_loss(logits, data.batch["labels"], 50)
-            seen.append(value.item())
-            return value, metrics
-        log_probs = strategy.op_compute_log_probs(logits, data.batch["input_ids"], mask)
-        value = -(log_probs * data.batch["response_mask"][:, 1:]).sum() / 50
-        seen.append(value.item())
-        return value, {"loss": [value.item()]}
-
-    losses = []
-    for step in steps:
-        info = {"loss_mask_keys": [], "is_offload_optimizer_states_in_train_step": False}
-        batch = batch_of(step)
-        if sft:
-            batch["labels"] = shifted_labels(batch)
-        strategy.train_step(DataProto.from_dict(batch, meta_info=info), loss)
-        losses.append(sum(seen))
-        seen.clear()
-    return losses
-
-
 def train_with_roll(path: Path, out: Path, options: dict[str, Any]) -> list[float] | None:
     """Return the loss of each step of ROLL's strategy; None where the last stage is elsewhere."""
     sft = options.pop("sft", False)
@@ -388,43 +254,6 @@ def load_and_train(path: Path, out: Path, options: dict[str, Any]) -> tuple[list
     strategy.load_checkpoint(str(out / "saved"))
     losses = train_steps(strategy, range(1, STEPS))
     return losses, dict(strategy.model.model.export_weights())
-
-
-def arguments_of_roll(out: Path) -> dict[str, Any]:
-    """Return what ROLL's worker passes as training arguments."""
-    return {
-        "output_dir": str(out),
-        "learning_rate": 1e-2,
-        "lr_scheduler_type": "constant",
-        "weight_decay": 0.0,
-        "gradient_accumulation_steps": 2,
-        "per_device_train_batch_size": 2,
-        "max_steps": STEPS,
-        "report_to": "none",
-        "use_cpu": True,
-        "use_distributed_optimizer": True,
-    }
-
-
-def reference_losses(path: Path, *, frozen: bool = False) -> list[float]:
-    """Return the losses of the same steps of the transformers model, each the sum over two micro-batches."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(path)
-    model.get_input_embeddings().requires_grad_(not frozen)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
-    losses = []
-    for step in range(STEPS):
-        total = 0.0
-        for ids, mask, response in zip(*(x.chunk(2) for x in batch_of(step).values()), strict=True):
-            logits = model(input_ids=ids, attention_mask=mask).logits[:, :-1]
-            log_probs = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
-            loss = -(log_probs * mask[:, 1:] * response[:, 1:]).sum() / 50
-            (loss / 2).backward()  # the mean over the micro-batches
-            total += loss.item()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(total)
-    return losses
 
 
 LAYOUTS = {
@@ -453,7 +282,9 @@ def test_rolls_strategy_has_the_losses_of_transformers(layout, tmp_path, monkeyp
     options = dict(TRAINED[layout])
     ranks = options.get(TP, 1) * options.get(CP, 1) * options.get(PP, 1)
     found = run_ranks(ranks, train_with_roll, path, tmp_path / "out", options, timeout=900)
-    wanted = reference_losses(path, frozen=layout == "frozen_embedding")
+    model = transformers.AutoModelForCausalLM.from_pretrained(path)
+    model.get_input_embeddings().requires_grad_(layout != "frozen_embedding")
+    wanted = reference_losses(model)
     for losses in found:
         # 1e-5: the tolerance of losses between layouts; Adam with steps of 1e-2 amplifies rounding
         assert losses is None or losses == pytest.approx(wanted, rel=1e-5)

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import itertools
 import re
 from pathlib import Path
 
@@ -21,6 +22,7 @@ def test_links_out_of_the_documentation_become_text():
     read = _tool("site_links").on_page_markdown
     assert read("see [the script](../examples/train.slurm).") == "see the script (`examples/train.slurm`)."
     assert read("[`tools/lock.py`](../tools/lock.py)") == "`tools/lock.py`"
+    assert read("[`lock.py`](../tools/lock.py)") == "`tools/lock.py`"
     assert read("[Training](training.md#data)") == "[Training](training.md#data)"
 
 
@@ -72,10 +74,47 @@ def test_the_pictures_of_the_documents_are_those_of_the_tool():
         assert f"pictures/{name}.svg" in pages, name
 
 
+WIDEST = 7.2
+"""Pixels of a character of text in the pictures, in the widest of the usual fonts (DejaVu Sans)."""
+
+
+def _extents(picture):
+    """Left and right end of each text, by the height of its line."""
+    lines = {}
+    for x, y, anchor, words in re.findall(
+        r'<text x="(\S+)" y="(\S+)" text-anchor="(\w+)"[^>]*>([^<]*)<', picture
+    ):
+        width = WIDEST * len(words)
+        left = float(x) - {"start": 0, "middle": width / 2, "end": width}[anchor]
+        lines.setdefault(y, []).append((left, left + width, words))
+    return {y: sorted(texts) for y, texts in lines.items()}
+
+
+def test_texts_of_pictures_do_not_overlap():
+    """Fonts of readers differ: the legend of a schedule once covered its words."""
+    for name in _tool("concept_pictures").PICTURES:
+        picture = (ROOT / "docs" / "pictures" / f"{name}.svg").read_text()
+        edge = float(re.search(r' width="(\d+)"', picture)[1])
+        for texts in _extents(picture).values():
+            assert texts[0][0] >= 0 and texts[-1][1] <= edge, (name, texts)
+            for (_, right, words), (left, _, following) in itertools.pairwise(texts):
+                assert right <= left, (name, words, following)
+
+
+def test_pictures_follow_a_dark_page_and_long_tables_a_narrow_one():
+    css = (ROOT / "docs" / "assets" / "extra.css").read_text()
+    assert '[data-md-color-scheme="slate"] .md-typeset img[src$=".svg"]' in css
+    assert css.count("{") == css.count("}")
+    headers = re.findall(
+        r"^\| (?:key|argument) \|(.*)\|$", (ROOT / "docs" / "keys.md").read_text(), re.MULTILINE
+    )
+    assert " value | default | meaning " in headers  # the columns that the style sheet turns into paragraphs
+
+
 LOOKED_UP = {"keys.md", "families.md", "limits.md"}
 """Pages of long tables, in which a reader looks one line up."""
-LONGEST = 700
-"""Words of a page; pages that tell how to do something are written to have about 600."""
+LONGEST = 600
+"""Words of a page."""
 
 
 def hand_written_words(text: str) -> int:

@@ -209,3 +209,27 @@ def test_media_of_other_placeholders_are_one_error_on_all_ranks(tmp_path: Path) 
         "media, sequence 0: second_per_grid_ts or video_second_per_grid must have one number for each of 1 videos; "
         "pass the processor's"
     )
+
+
+def computed_with_other_pixels(path: Path) -> list[str]:
+    """Return the errors of calls with other pixels on one of two tensor ranks. Runs on every rank."""
+    from mca_models.megatron import AutoModel
+
+    models = AutoModel.from_pretrained(path, arguments("tp2"))
+    ids, _, images = rows_of("qwen2_5_vl")
+    other = {**images[0], "pixel_values": images[0]["pixel_values"].clone()}
+    other["pixel_values"][-len(other["pixel_values"]) // 2 :] += torch.distributed.get_rank()
+    found = []
+    for call in (models.log_probs, models.logits):
+        with pytest.raises(McaError) as error:
+            call(ids, media=[other, *images[1:]])
+        found.append(str(error.value))
+    assert models.logits(ids, media=images) is not None
+    return found
+
+
+def test_ranks_of_a_replica_have_the_same_pixels(tmp_path: Path) -> None:
+    """Other pixels would be mixed silently, because tensor ranks share the tower's work."""
+    _, path, _ = reference("qwen2_5_vl", tmp_path)
+    expected = "ranks 0 and 1, of one replica, have different routed_experts or media; broadcast them with the tokens"
+    assert run_ranks(2, computed_with_other_pixels, path) == [[expected] * 2] * 2

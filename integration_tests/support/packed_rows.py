@@ -47,8 +47,9 @@ def logits_and_gradient(
     models.zero_grad()
     logits = packed(models, rows) if together else torch.cat([packed(models, [row]) for row in rows], 1)
     logits.float().pow(2).sum().backward()
-    weight = models.chunks[0].decoder.layers[-1].self_attention.linear_proj.weight
-    return logits.detach(), weight.grad.clone()
+    mixer = models.chunks[0].decoder.layers[-1].self_attention
+    projection = mixer.linear_proj if hasattr(mixer, "linear_proj") else mixer.out_proj
+    return logits.detach(), projection.weight.grad.clone()
 
 
 def compare(reference: Reference, layout: str, **settings: Any) -> tuple[float, float, float]:

@@ -81,6 +81,18 @@ def _names(node: ast.AST) -> Iterator[str]:
 
 
 @cache
+def parsed(text: str) -> ast.Module:
+    """Return the syntax tree of a module, which all checks of a process share: never change it."""
+    return ast.parse(text)
+
+
+@cache
+def nodes(text: str) -> tuple[ast.AST, ...]:
+    """Return all nodes of the syntax tree of a module."""
+    return tuple(ast.walk(parsed(text)))
+
+
+@cache
 def imports(text: str) -> list[Import]:
     """Every import in a module, wherever it stands; relative ones are ruff's business (TID)."""
     found: list[Import] = []
@@ -97,7 +109,7 @@ def imports(text: str) -> list[Import]:
         for child in ast.iter_child_nodes(node):
             visit(child, lazy, typing_only)
 
-    visit(ast.parse(text), False, False)
+    visit(parsed(text), False, False)
     return found
 
 
@@ -105,7 +117,7 @@ def imports(text: str) -> list[Import]:
 def defined(text: str) -> set[str]:
     """The names that a module has once imported, whichever branch sets them; `*` where it makes them itself."""
     names: set[str] = set()
-    waiting: list[ast.AST] = [ast.parse(text)]
+    waiting: list[ast.AST] = [parsed(text)]
     while waiting:
         for node in ast.iter_child_nodes(waiting.pop()):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):

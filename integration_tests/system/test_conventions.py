@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tools.qualified import BEGIN, END, written
 
-from source_tree import PACKAGES, ROOT, SOURCES, Source, defined, imports, report
+from source_tree import PACKAGES, ROOT, SOURCES, Source, defined, imports, nodes, parsed, report
 
 MAX_FILE_LINES = 600
 
@@ -33,7 +33,7 @@ def too_long(source: Source) -> list[str]:
     """The file, and each function in it, over the limit."""
     lines = len(source.text.splitlines())
     problems = [f"{source.module} has {lines} lines"] if lines > MAX_FILE_LINES else []
-    for node in ast.walk(ast.parse(source.text)):
+    for node in nodes(source.text):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             if (own := _own_lines(node)) > MAX_FUNCTION_LINES:
                 problems.append(f"{source.module}:{node.lineno} {node.name} has {own} lines")
@@ -46,14 +46,14 @@ def prints(source: Source) -> list[str]:
         return []
     return [
         f"{source.module}:{node.lineno} prints"
-        for node in ast.walk(ast.parse(source.text))
+        for node in nodes(source.text)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
     ]
 
 
 def wrong_exports(source: Source) -> list[str]:
     """`__all__` that is not sorted (as ruff sorts), has a name twice, or is no literal list."""
-    statements = ast.parse(source.text).body if "__all__" in source.text else []
+    statements = parsed(source.text).body if "__all__" in source.text else []
     for statement in statements:
         if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__all__":
             try:
@@ -90,15 +90,20 @@ def missing_names(source: Source, modules: dict[str, set[str]]) -> list[str]:
     """Return the names that `from module import name` would not find, anywhere in the file."""
     return [
         f"{source.module}:{node.lineno} {node.module} has no {alias.name}"
-        for node in ast.walk(ast.parse(source.text))
+        for node in nodes(source.text)
         if isinstance(node, ast.ImportFrom) and node.module in modules
         for alias in node.names
         if not {alias.name, "*"} & modules[node.module] and f"{node.module}.{alias.name}" not in modules
     ]
 
 
+_MAY_IMPORT_A_TEST = re.compile(r"(?:from|import|import_module\()[^\n]*\btest_|^\s+test_\w+,?$", re.MULTILINE)
+
+
 def imported_tests(source: Source) -> list[str]:
     """Imports of test modules: what several tests use stands in a helper, so each can be moved and read alone."""
+    if not _MAY_IMPORT_A_TEST.search(source.text):
+        return []
     return [
         f"{source.module}:{found.line} imports {found.name}"
         for found in imports(source.text)
@@ -211,6 +216,9 @@ def test_an_import_that_finds_nothing_is_caught():
     there = "from a import b, c, d, e, f, g\n"
     assert not missing_names(Source("m", there), modules)
     assert missing_names(Source("m", "def f():\n    from a import h\n"), modules) == ["m:2 a has no h"]
+    assert missing_names(Source("m", "from a import (\n    b as h,  # c\n    i as b,\n)\n"), modules) == [
+        "m:1 a has no i"
+    ]
     assert not missing_names(Source("m", "from a import h"), {"a": defined("def __getattr__(name): ...")})
 
 
@@ -222,6 +230,7 @@ def test_an_import_that_finds_nothing_is_caught():
         "from torch_checkpoint.test_torch_dist import save",
         "from torch_checkpoint import test_torch_dist",
         'importlib.import_module("test_lora")',
+        "from torch_checkpoint import (\n    save,\n    test_torch_dist,\n)",
     ],
 )
 def test_an_import_of_a_test_module_is_caught(text):

@@ -47,7 +47,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return waits_of(folder, {name: {"model": "dense"} | CASES[name] for name in names}, 240)
 
 
-@pytest.mark.cases(0, always=["experts ep"])
+@pytest.mark.qualify  # 9 s of a separate process; .ci/run runs "experts ep" and the planted faults
 @pytest.mark.parametrize("name", [name for name in CASES if name not in PLANTED])
 def test_a_step_waits_for_the_gpu_only_where_it_must(name: str, found: dict[str, Any]) -> None:
     waits = found[name]
@@ -57,7 +57,7 @@ def test_a_step_waits_for_the_gpu_only_where_it_must(name: str, found: dict[str,
     assert all(waits.get(place, 0) <= times for place, times in ONCE.items())
 
 
-@pytest.mark.cases(0)
+@pytest.mark.qualify
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted_faults_are_found(name: str, found: dict[str, Any]) -> None:
     assert re.search(PLANTED[name], str(found[name]))

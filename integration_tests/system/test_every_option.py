@@ -258,7 +258,7 @@ def test_additional_settings_stand_in_megatrons_configuration(models, tmp_path):
 
 
 def test_what_does_nothing_is_said_in_one_line(models, tmp_path, caplog):
-    from mca_train.trainer.rules import warn_unused_options
+    from mca_train.trainer.unused_options import warn_unused_options
 
     for name, (why, changes) in (SAID | SAID_OF_VALUES | SAID_OF_SETTINGS).items():
         caplog.clear()
@@ -276,7 +276,7 @@ def test_what_does_nothing_is_said_in_one_line(models, tmp_path, caplog):
 
 
 def test_nothing_is_said_of_what_has_an_effect(models, tmp_path, caplog):
-    from mca_train.trainer.rules import warn_unused_options
+    from mca_train.trainer.unused_options import warn_unused_options
 
     for model, base, changes in EFFECT.values():
         with caplog.at_level(logging.WARNING, logger="mca_train"):
@@ -285,7 +285,7 @@ def test_nothing_is_said_of_what_has_an_effect(models, tmp_path, caplog):
 
 
 def test_routing_for_measuring_speed_is_said(models, tmp_path, caplog):
-    from mca_train.trainer.rules import warn_forced_routing
+    from mca_train.trainer.unused_options import warn_forced_routing
 
     forced = {"additional_configs": {"moe_router_force_load_balancing": True}}
     for model, changes in (("moe", {}), ("dense", forced), ("moe", forced)):

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 import pytest
 
 from mca_config.model.fields import SECTIONS
-from source_tree import SOURCES, Source, under
+from source_tree import SOURCES, Source, nodes, under
 
 ROOT = "mca_models.megatron"
 ROOMS: Mapping[str, set[str]] = {
@@ -59,7 +59,7 @@ TRAINING = "mca_train"
 IN_TRAINING: Mapping[str, Mapping[str, str]] = {
     "moe": {
         "engine.rng": "routers draw noise",
-        "trainer.rules": "the rules of MoE arguments",
+        "trainer.unused_options": "MoE arguments without effect",
     },
     "vision": {
         "config.model_parts": "trained parts of a vision-language model",
@@ -69,6 +69,7 @@ IN_TRAINING: Mapping[str, Mapping[str, str]] = {
         "plan.counts": "parameters of the tower",
         "plan.vision_memory": "memory of the tower",
         "run.rules": "keys of media",
+        "run.settings": "adapters of models without a tower are checked before torch is imported",
     },
 }
 """Modules of mca-train that read a section, with the reason; the planner reads sizes of `templates.parts`."""
@@ -85,7 +86,7 @@ def readers(section: str, sources: Iterable[Source], root: str = ROOT) -> set[st
         if under(source.module, (root,))
         and not under(source.module, CLIENTS)
         and f".{section}" in source.text
-        for node in ast.walk(ast.parse(source.text))
+        for node in nodes(source.text)
         if isinstance(node, ast.Attribute) and node.attr == section and _name(node.value) in _CONFIGURATIONS
     }
 

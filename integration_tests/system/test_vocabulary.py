@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from source_tree import FILES, ROOT
+from source_tree import FILES, ROOT, nodes
 
 # Limits of the rates: those that other libraries of this field keep.
 MAX_SOURCE_WORDS_PER_1000 = 0.2
@@ -85,7 +85,7 @@ def is_dialect_name(name: str) -> bool:
 
 def texts(source: str) -> Iterator[tuple[int, str]]:
     """Docstrings, comments and strings with a space (messages, help), with their lines."""
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
             yield node.lineno, node.value
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -94,14 +94,14 @@ def texts(source: str) -> Iterator[tuple[int, str]]:
 
 
 def docstrings(source: str) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             if text := ast.get_docstring(node):
                 yield getattr(node, "lineno", 1), text
 
 
 def definitions(source: str) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(source):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield node.lineno, node.name
 

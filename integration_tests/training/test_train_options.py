@@ -138,7 +138,7 @@ def test_the_plan_of_an_adapter_counts_what_ranks_hold(tmp_path):
     from mca_models.lora.config import AdapterConfig
     from mca_train.config.arguments import LoraArguments
     from mca_train.config.model import model_config
-    from mca_train.plan.memory import make_plan
+    from planned_training import make_plan
     from train_cases import arguments
 
     checkpoint = tiny_checkpoint(tmp_path / "model", **SMALL)
@@ -155,7 +155,7 @@ def test_the_plan_of_an_adapter_counts_what_ranks_hold(tmp_path):
 
 def test_the_plan_of_an_offloaded_optimizer_moves_its_state(tmp_path):
     from mca_train.config.model import model_config
-    from mca_train.plan.memory import make_plan
+    from planned_training import make_plan
     from train_cases import arguments
 
     config = model_config(str(tiny_checkpoint(tmp_path / "model", **SMALL)))

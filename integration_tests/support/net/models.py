@@ -1,5 +1,6 @@
 """Models of awkward sizes, and adapters on them, to draw from."""
 
+import math
 import random
 from typing import Any
 
@@ -86,6 +87,7 @@ def sizes(rng: random.Random, base: str) -> dict[str, Any]:
         name: [given[name][i % len(given[name])] for i in range(layers)] for name in BY_LAYER if name in given
     }
     found |= _states(rng, given, layers)
+    found |= _mixer(given, found)
     if given.get("hidden_size_per_layer_input"):
         found |= _beside_hidden(rng, found)
     if given.get("rope_parameters", {}).get("rope_type") == "longrope":
@@ -117,6 +119,17 @@ def _states(rng: random.Random, given: dict[str, Any], layers: int) -> dict[str,
     if "attn_layer_indices" in given:
         found["attn_layer_indices"] = [i for i in given["attn_layer_indices"] if i < layers]
     return found
+
+
+def _mixer(given: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """Return the sizes of families with a mixer alone in each layer, twice as wide as the residual."""
+    if "state_size" not in given:
+        return {}
+    inside, heads = 2 * found["hidden_size"], 2 * found["num_attention_heads"]
+    groups = (
+        {"num_heads": heads, "n_groups": math.gcd(heads, found["n_groups"])} if "n_groups" in found else {}
+    )
+    return {"intermediate_size": inside, **groups}
 
 
 def _experts(rng: random.Random, given: dict[str, Any]) -> dict[str, Any]:

@@ -281,10 +281,10 @@ BASE = ParallelLayout(
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({}, {"expert_tensor_parallel_size": None}),
+        ({}, {}),
         (
             {"tensor_model_parallel_size": 4},
-            {"tensor_model_parallel_size": 4, "expert_tensor_parallel_size": None},
+            {"tensor_model_parallel_size": 4},
         ),
         ({"expert_tensor_parallel_size": 1}, {"expert_tensor_parallel_size": 1}),
         (
@@ -293,7 +293,6 @@ BASE = ParallelLayout(
                 "pipeline_model_parallel_size": 4,
                 "pipeline_model_parallel_layout": None,
                 "virtual_pipeline_model_parallel_size": None,
-                "expert_tensor_parallel_size": None,
             },
         ),
         (
@@ -301,10 +300,9 @@ BASE = ParallelLayout(
             {
                 "pipeline_model_parallel_layout": None,
                 "virtual_pipeline_model_parallel_size": 3,
-                "expert_tensor_parallel_size": None,
             },
         ),
-        ({"pipeline_model_parallel_size": 2}, {"expert_tensor_parallel_size": None}),
+        ({"pipeline_model_parallel_size": 2}, {}),
     ],
 )
 def test_a_layout_is_filled_from_the_checkpoints(given: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -312,7 +310,6 @@ def test_a_layout_is_filled_from_the_checkpoints(given: dict[str, Any], expected
 
     args = DistributingParallelArguments(**given)
     assert args.layout(BASE) == replace(BASE, **expected)
-    assert args.adopt_layout(BASE) == args.layout()
 
 
 def test_the_grid_of_the_arguments() -> None:

@@ -67,6 +67,8 @@ def layout(
         (EXPERTS, layout(tp=2, ep=4), 8, 512),
         ({**EXPERTS, "moe_shortcut": True}, layout(pp=4), None, None),
         (EXPERTS, layout(tp=2, ep=8, etp=1), 8, None),
+        ({}, layout(tp=2, etp=1), None, None),
+        ({}, layout(tp=2, etp=2), None, None),
         ({**EXPERTS, "ffn_hidden_size": 127}, layout(tp=2), None, None),
         ({"vocab_size": 4099}, layout(tp=8), None, None),
         ({"per_layer_input_size": 4, "num_kv_shared_layers": 6}, layout(tp=2), None, None),
@@ -101,6 +103,7 @@ def test_what_fits(more: dict[str, Any], sizes: ParallelLayout, world: int | Non
         ),
         ({"ffn_hidden_size": 127}, layout(tp=2), ["ffn_hidden_size 127", "tensor_model_parallel_size 2"]),
         ({}, layout(ep=2), ["no experts", "expert_model_parallel_size to 1"]),
+        ({}, layout(tp=2, etp=8), ["no experts", "expert_tensor_parallel_size to 1, not 8"]),
         (EXPERTS, layout(ep=3), ["num_moe_experts 8", "expert_model_parallel_size 3", "for example to 2"]),
         (EXPERTS, layout(etp=5), ["moe_ffn_hidden_size 48", "expert_tensor_parallel_size 5"]),
         (

@@ -1,7 +1,7 @@
 """``mca_config.json``: what is written reads back, what is wrong is named, ROLL's file reads too."""
 
 import json
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -195,9 +195,7 @@ def test_files_that_are_not_there_or_not_json_are_named(tmp_path: Path) -> None:
 def test_a_checkpoint_of_roll_reads() -> None:
     text = (DATA / "roll_mca_config.json").read_text()
     loaded = McaModelConfig.from_json(text)
-    assert loaded.layout == ParallelLayout(
-        tensor_model_parallel_size=2, pipeline_model_parallel_size=2, expert_tensor_parallel_size=2
-    )
+    assert loaded.layout == ParallelLayout(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
     assert loaded.hf_config == json.loads((DATA / "roll_hf_config.json").read_text())
     expected = {
         "model_type": "llama",
@@ -266,45 +264,6 @@ def test_a_broken_checkpoint_of_roll_is_named(more: dict[str, Any], words: str) 
 def test_the_vocabulary_is_padded_to_a_multiple_of_tp(rows: int, tp: int, padded: int) -> None:
     model = config(vocab_size=rows, layout=ParallelLayout(tensor_model_parallel_size=tp))
     assert model.padded_vocab_size == padded
-
-
-def layout(**sizes: Any) -> ParallelLayout:
-    return ParallelLayout(**sizes)
-
-
-PP2 = layout(pipeline_model_parallel_size=2)
-
-
-@pytest.mark.parametrize(
-    ("mine", "its", "experts", "match"),
-    [
-        (PP2, PP2, None, True),
-        (layout(), layout(context_parallel_size=2), None, True),
-        (layout(), layout(tensor_model_parallel_size=2), None, False),
-        (layout(), PP2, None, False),
-        (PP2, replace(PP2, virtual_pipeline_model_parallel_size=2), None, False),
-        (PP2, layout(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Ett|ttL"), None, True),
-        (
-            PP2,
-            layout(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Et|t|t|tL"),
-            None,
-            False,
-        ),
-        (PP2, layout(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Ett|tt||L"), None, True),
-        (PP2, layout(pipeline_model_parallel_size=2, num_layers_in_first_pipeline_stage=1), None, False),
-        (layout(), layout(expert_model_parallel_size=2), None, True),
-        (layout(), layout(expert_model_parallel_size=2), 4, False),
-        (layout(), layout(expert_tensor_parallel_size=2), 4, False),
-        (layout(), layout(expert_tensor_parallel_size=1), 4, True),
-    ],
-)
-def test_layouts_match_when_each_rank_holds_the_same(
-    mine: ParallelLayout, its: ParallelLayout, experts: int | None, match: bool
-) -> None:
-    left = config(layout=mine, num_moe_experts=experts)
-    right = config(layout=its, num_moe_experts=experts)
-    assert left.distribute_config_match(right) is match
-    assert right.distribute_config_match(left) is match
 
 
 def test_late_layers_take_the_keys_of_the_last_of_their_kind() -> None:

@@ -292,6 +292,19 @@ def test_verify_compares_adapters(pair: tuple[Path, Path], tmp_path: Path, capsy
     assert f"{base} is a full model and {adapter} an adapter" in capsys.readouterr().err
 
 
+def test_the_order_of_an_adapters_patterns_is_compared(
+    pair: tuple[Path, Path], tmp_path: Path, capsys
+) -> None:
+    """The first pattern that matches counts, so another order is another scale."""
+    path, patterns = pair[1] / "adapter_config.json", {"q_proj": 4, ".*_proj": 16}
+    other = shutil.copytree(pair[1], tmp_path / "other")
+    for folder, items in ((pair[1], patterns.items()), (other, reversed(patterns.items()))):
+        document = json.loads(path.read_text()) | {"alpha_pattern": dict(items)}
+        (folder / path.name).write_text(json.dumps(document))
+    assert main(["verify", str(pair[1]), str(other)]) == 1
+    assert "adapter_config.json, alpha_pattern: " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("kind", ["peft", "mca"])
 def test_verify_tells_where_adapters_differ(
     kind: str, pair: tuple[Path, Path], tmp_path: Path, capsys
@@ -377,6 +390,10 @@ def test_what_is_no_adapter(tiny, tmp_path: Path, capsys) -> None:
             "--merge needs the base model: --checkpoint_path",
         ),
         (["--adapter_path", "{adapter}", "--merge"], "--merge needs the base model: --checkpoint_path"),
+        (["--adapter_path", "{adapter}", "--fp8"], "--fp8 is for full models; add --merge"),
+        (["plan", "--adapter_path", "{adapter}", "--fp8"], "--fp8 is for full models; add --merge"),
+        (["--checkpoint_path", ""], "--checkpoint_path: expected a path, not an empty value"),
+        (["plan", "--adapter_path="], "--adapter_path: expected a path, not an empty value"),
     ],
 )
 def test_usage(arguments: list[str], message: str, tmp_path: Path, capsys) -> None:

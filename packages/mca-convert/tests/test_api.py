@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from files import assert_same_tensors
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 import mca_convert
 from mca_config import DistributingParallelArguments, McaError, ParallelLayout
 from mca_convert import convert, inspect, plan, verify
+from mca_convert.compare import _different
 
 LAYOUT = ParallelLayout(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
 
@@ -64,6 +66,29 @@ def test_sizes_that_are_not_set_are_those_of_the_source(tiny, tmp_path: Path) ->
     result = convert(tmp_path / "a", tmp_path / "b", to="mca", layout=sizes)
     assert result.layout == ParallelLayout(pipeline_model_parallel_size=2)
     assert verify(tmp_path / "a", tmp_path / "b").same
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+@pytest.mark.parametrize("exists", [False, True])
+def test_files_that_appear_during_a_conversion_are_not_overwritten(
+    exists: bool, adapter: bool, tiny, tmp_path: Path
+) -> None:
+    source, target = tiny("llama"), tmp_path / "out"
+    path = random_adapter(source, tmp_path / "adapter") if adapter else None
+    if exists:
+        convert(source, target, adapter_path=path)
+    file = target / "precious.txt"
+
+    def write(done: int, total: int) -> None:
+        target.mkdir(exist_ok=True)
+        file.touch()
+
+    with pytest.raises(McaError, match=r"precious.txt, which is not part|has no checkpoint|is not empty"):
+        convert(source, target, adapter_path=path, overwrite=True, progress=write)
+    assert file.exists()
+    file.unlink()
+    if exists:
+        assert convert(source, target, adapter_path=path, overwrite=True).path == target
 
 
 def test_verify_names_the_one_element_that_differs(tiny, tmp_path: Path) -> None:
@@ -138,6 +163,22 @@ def test_a_cast_and_its_values(tiny, tmp_path: Path) -> None:
     assert verify(tiny("llama"), tmp_path / "hf", tolerance=0.1).same
 
 
+def test_a_path_in_the_working_directory_is_not_asked_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    missing = f"{tmp_path}/runs/step100: no such directory"
+    for call in (lambda path: convert(path, "out"), inspect):
+        with pytest.raises(McaError, match=missing):
+            call("./runs/step100")
+    assert missing in plan("./runs/step100").refusals[0]
+
+
+def test_fp64_is_compared_in_fp64() -> None:
+    values = np.array([1.0, 1.0 + 1e-10])
+    assert list(_different(values[:1], values[1:], tolerance=1e-11)) == [0]
+
+
 MISTAKES = {
     "no such directory": lambda hf, out: convert(out / "none", out / "x"),
     "to: expected mca, hf or None, not 'megatron'": lambda hf, out: convert(hf, out / "x", to="megatron"),
@@ -148,15 +189,33 @@ MISTAKES = {
         hf, out / "x", workers=0
     ),
     "max_shard_size: expected a whole number": lambda hf, out: plan(hf, max_shard_size="5GB"),
-    "tolerance: expected a number of at least 0": lambda hf, out: verify(hf, hf, tolerance=-1.0),
+    "tolerance: expected a finite number of at least 0, not -1.0": lambda hf, out: verify(
+        hf, hf, tolerance=-1.0
+    ),
+    "tolerance: expected a finite number of at least 0, not inf": lambda hf, out: verify(
+        hf, hf, tolerance=float("inf")
+    ),
     "top: expected a whole number": lambda hf, out: inspect(hf, top=0),
     "--merge needs --adapter_path": lambda hf, out: convert(hf, out / "x", merge=True),
     "missing --checkpoint_path": lambda hf, out: convert(None, out / "x"),
     "--fp8 is for Hugging Face targets": lambda hf, out: convert(hf, out / "x", fp8=True),
+    "--max_shard_size is for Hugging Face models": lambda hf, out: convert(hf, out / "x", max_shard_size=9),
     "layout is only for MCA targets": lambda hf, out: convert(hf, out / "x", to="hf", layout=LAYOUT),
     "contains the source": lambda hf, out: convert(hf, hf.parent, overwrite=True),
     "exists and is not empty": lambda hf, out: convert(hf, out),
 }
+
+
+def test_limits_that_have_no_effect_on_an_adapter_are_warned_about(tiny, tmp_path: Path, caplog) -> None:
+    adapter = random_adapter(tiny("llama"), tmp_path / "adapter")
+    convert(tiny("llama"), tmp_path / "a", adapter_path=adapter)
+    assert verify(adapter, adapter).same and not caplog.messages
+    convert(tiny("llama"), tmp_path / "b", adapter_path=adapter, workers=2)
+    verify(adapter, adapter, workers=2, memory_limit=10**9)
+    assert [message.partition(";")[0] for message in caplog.messages] == [
+        "--workers has no effect on an adapter",
+        "--workers and --memory_limit have no effect on an adapter",
+    ]
 
 
 @pytest.mark.parametrize("message", MISTAKES)

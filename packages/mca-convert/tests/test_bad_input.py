@@ -91,7 +91,7 @@ def test_a_pickle_that_is_none_and_one_of_another_name_are_told(source: Path, tm
 
 @pytest.mark.parametrize(("change", "message"), [
     ({"model_type": "no_such_model"}, "model_type 'no_such_model' is not supported; supported: "),
-    ({"model_type": "mamba"}, "model_type 'mamba' is not supported: state space or recurrent layers"),
+    ({"model_type": "rwkv"}, "model_type 'rwkv' is not supported: state space or recurrent layers"),
     ({"hidden_act": "relu"}, "'hidden_act' is 'relu'"),
     ({"num_hidden_layers": 5}, "9 missing tensors (model.layers.4."),
     ({"num_hidden_layers": 3}, "9 unexpected tensors (model.layers.3."),
@@ -251,9 +251,12 @@ def test_index_that_leads_out_of_the_directory(sharded: Path, tmp_path: Path, ca
     file = sharded / "model.safetensors.index.json"
     index = json.loads(file.read_text())
     name = next(iter(index["weight_map"]))
-    index["weight_map"][name] = "../elsewhere.safetensors"
-    file.write_text(json.dumps(index))
-    assert "leads out of the directory" in refused(sharded, tmp_path, capsys)
+    wrongs = {"../elsewhere.safetensors": "leads out of the directory", "a\0b": "cannot be a file of it"}
+    for wrong, message in wrongs.items():
+        index["weight_map"][name] = wrong
+        file.write_text(json.dumps(index))
+        error = refused(sharded, tmp_path, capsys)
+        assert f"{file}: " in error and message in error
 
 
 @pytest.mark.parametrize(("flags", "message"), [
@@ -389,6 +392,20 @@ def test_damaged_mca_checkpoints(source: Path, tmp_path: Path, capsys) -> None:
             edited("mca_config.json", layer_type_overrides={"a": {"b": 1}}),
             "layer_type_overrides a: unknown key b",
         ),
+        **{
+            f"extra {key}": (
+                edited("mca_config.json", extra={key: value}),
+                f"mca_config.json: extra: {key} must be",
+            )
+            for key, value in (
+                ("hf_duplicates", 5),
+                ("hf_duplicates", [["a"]]),
+                ("hf_carried", ["a"]),
+                ("hf_carried", {"a": "b"}),
+                ("hf_vision_more", {"a": [-1]}),
+                ("hf_spelling", 1),
+            )
+        },
         "width": (edited("mca_config.json", value_channels=10**30), "value_channels must be at most 4194304"),
     }
     for name, (damage, message) in damages.items():

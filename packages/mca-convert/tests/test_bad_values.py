@@ -42,6 +42,20 @@ def test_a_copy_keeps_not_a_number_bit_for_bit_and_warns_once(source: Path, conv
     assert json.loads(capsys.readouterr().out)["not_finite"] is None
 
 
+def test_reading_all_values_finds_a_damaged_file(source: Path, convert, capsys) -> None:
+    mca = convert(source, "mca")
+    (weights,) = mca.rglob("*.safetensors")
+    data = bytearray(weights.read_bytes())
+    data[-4] ^= 1  # the lowest bit of a finite number
+    weights.write_bytes(data)
+    capsys.readouterr()
+    for words in (["inspect", str(mca)], ["plan", "--checkpoint_path", str(mca)]):
+        assert main(words) == 0
+        assert main([*words, "--values"]) == 1
+        reported = capsys.readouterr()
+        assert f"{weights}: its checksum is" in reported.out + reported.err
+
+
 def test_values_that_are_all_finite_are_reported_as_such(source: Path, capsys) -> None:
     assert main(["inspect", str(source), "--values"]) == 0
     assert "values        all are finite" in capsys.readouterr().out

@@ -6,8 +6,12 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+import peft
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from tiny_hf import save
+from transformers import AutoModelForCausalLM
 
 from mca_convert.cli import main
 from mca_models.checkpoint_kinds import open_checkpoint
@@ -78,6 +82,38 @@ def _require_blocks(source: Path, made: Path) -> None:
             np.float32
         )
         assert np.array_equal(parts[name].info.array(), whole.astype(ml_dtypes.bfloat16)), name
+
+
+def test_blocks_of_other_scales_are_copied_where_nothing_is_merged(tmp_path: Path) -> None:
+    """Published scales need not be the largest magnitude over 448; quantised again, values would change."""
+    source, fp8 = save("qwen3", tmp_path / "hf", "bfloat16", **SIZES), tmp_path / "fp8"
+    assert main([f"--checkpoint_path={source}", "--to=hf", "--fp8", f"--output_path={fp8}", "--quiet"]) == 0
+    stored = load_file(fp8 / "model.safetensors")
+    for name, value in stored.items():
+        if value.dtype == torch.float8_e4m3fn:
+            stored[name] = value.float().clamp(-240, 240).to(value.dtype)
+    save_file(stored, fp8 / "model.safetensors", {"format": "pt"})
+    model = peft.get_peft_model(
+        AutoModelForCausalLM.from_pretrained(source),
+        peft.LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj"]),
+    )
+    model.save_pretrained(tmp_path / "adapter")
+    for number, more in enumerate(([], ["--merge", f"--adapter_path={tmp_path / 'adapter'}"])):
+        made = tmp_path / f"made-{number}"
+        options = ["--to=hf", "--fp8", f"--output_path={made}", "--quiet", *more]
+        assert main([f"--checkpoint_path={fp8}", *options]) == 0
+        before, after = tensors_of(fp8), tensors_of(made)
+        same = {
+            name: info.array().tobytes() == after[name].array().tobytes() for name, info in before.items()
+        }
+        assert before.keys() == after.keys()
+        assert {name for name in same if not same[name]} == {
+            name for name in same if more and "q_proj" in name
+        }
+    scale = next(name for name in stored if name.endswith("_scale_inv"))
+    stored[scale] *= 1.00001
+    save_file(stored, fp8 / "model.safetensors", {"format": "pt"})
+    assert main(["verify", str(fp8), str(tmp_path / "made-0"), "--quiet"]) == 1
 
 
 def test_transformers_loads_the_numbers_that_we_read(tmp_path: Path) -> None:
@@ -168,8 +204,8 @@ def test_megatron_targets_are_refused(tmp_path: Path, capsys: pytest.CaptureFixt
     source = save("llama", tmp_path / "hf")
     assert main([f"--checkpoint_path={source}", f"--output_path={tmp_path / 'x'}", "--fp8"]) == 2
     assert "--fp8 is for Hugging Face targets; add --to hf, or remove it" in capsys.readouterr().err
-    assert main(["plan", f"--checkpoint_path={source}", "--to=mca", "--fp8"]) == 1
-    assert "--fp8 is for Hugging Face targets" in capsys.readouterr().out
+    assert main(["plan", f"--checkpoint_path={source}", "--to=mca", "--fp8"]) == 2
+    assert "--fp8 is for Hugging Face targets" in capsys.readouterr().err
 
 
 def test_scales_stand_with_their_weights_in_small_files(tmp_path: Path) -> None:

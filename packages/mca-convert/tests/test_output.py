@@ -58,6 +58,13 @@ def test_standard_output_may_be_closed_full_or_ascii(name: str, commands, monkey
         )
 
 
+def test_long_values_are_whole_in_json(capsys) -> None:
+    value = "é\x1b" * 3000
+    output.write_json("inspect", {"value": value, "address": "https://me:secret@host/model"})
+    assert json.loads(text := capsys.readouterr().out)["value"] == value
+    assert text.isascii() and "secret" not in text and "\x1b" not in text
+
+
 def test_what_a_terminal_would_obey_is_shown() -> None:
     assert printable("a\x1b[31m\rb\ud800ä\nc") == "a\\x1b[31m\\rb\\ud800ä\nc"
     assert len(printable("x" * 5_000_000)) < 4000

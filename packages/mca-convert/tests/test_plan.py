@@ -217,18 +217,28 @@ def test_a_damaged_source_and_a_bad_layout_are_both_reported(tiny, capsys, tmp_p
 
 
 def test_a_full_disk_is_foreseen(tiny, capsys, tmp_path: Path, monkeypatch) -> None:
-    import shutil
-    from types import SimpleNamespace
-
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     plan = planned(capsys, "--checkpoint_path", str(tiny("llama")), "--output_path", str(tmp_path / "a/b"))
     assert len(plan["refusals"]) == 1 and "free space" in plan["refusals"][0]
 
 
+@pytest.mark.parametrize("options", [["--to", "mca"], ["--to", "hf", "--max_shard_size", "40K"]])
+def test_the_space_that_is_needed_is_that_of_all_files(
+    options: list[str], tiny, convert, capsys, tmp_path: Path, monkeypatch
+) -> None:
+    written = convert(tiny("llama"), "out", *options)
+    sizes = [file.stat().st_size for file in written.rglob("*") if file.is_file()]
+    needed = sum(-(-size // 4096) for size in [*sizes, 1]) * 4096  # and the marker of the folder
+    words = ("--checkpoint_path", str(tiny("llama")), "--output_path", str(tmp_path / "more"), *options)
+    for free in (needed - 1, needed):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
+        assert len(planned(capsys, *words)["refusals"]) == (free < needed)
+
+
 def test_layout_flags_for_hugging_face_are_refused(tiny, convert, capsys) -> None:
     mca = convert(tiny("llama"), "mca")
-    plan = planned(capsys, "--checkpoint_path", str(mca), "--tensor_model_parallel_size", "2")
-    assert "add --to mca" in plan["refusals"][0]
+    assert main(["plan", "--checkpoint_path", str(mca), "--tensor_model_parallel_size", "2"]) == 2
+    assert "add --to mca" in capsys.readouterr().err
 
 
 def test_peak_memory_is_as_predicted(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 New ones go to the end of `LATEST`: grids deal layouts to cases in order, so one in between gives all after it others.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -215,6 +216,27 @@ LATEST: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **{"mamba_d_state": 4, "mamba_conv_bias": False, "mamba_expand": 3, "num_experts": 0},
             **{"head_dim": 8, "attn_layer_period": 3, "attn_layer_offset": 1, "tie_word_embeddings": True},
+        },
+    ),
+    "mamba": (
+        "mamba",
+        {
+            **{"state_size": 5, "conv_kernel": 3, "time_step_rank": 6, "layer_norm_epsilon": 1e-3},
+            **{"intermediate_size": 64, "head_dim": 8, "tie_word_embeddings": True},
+        },
+    ),
+    "falcon_mamba": (
+        "falcon_mamba",
+        {
+            **{"state_size": 4, "intermediate_size": 96, "use_conv_bias": False, "layer_norm_epsilon": 1e-3},
+            **{"mixer_rms_eps": 0.1, "head_dim": 8, "tie_word_embeddings": False},
+        },
+    ),
+    "mamba2": (
+        "mamba2",
+        {
+            **{"num_heads": 8, "head_dim": 8, "n_groups": 4, "state_size": 5, "conv_kernel": 3},
+            **{"time_step_limit": [0.6, math.inf], "layer_norm_epsilon": 1e-3},
         },
     ),
 }

@@ -266,6 +266,19 @@ CASES: dict[str, Case] = {
         },
         {"image_token_id": 65, "projector_hidden_size": 20},
     ),
+    "lfm3_vl": (
+        "lfm3_vl",
+        {**tiny_hf.ALIKE["lfm3"][1], "model_type": "lfm3"},
+        {
+            **{key: value for key, value in _SIGLIP.items() if key != "image_size"},
+            **{
+                "num_hidden_layers": 3,
+                "num_key_value_heads": 1,
+                "layer_types": ["conv", *["full_attention"] * 2],
+            },
+        },
+        {**_IMAGE, "projector_hidden_size": 20},
+    ),
     "ovis2": (
         "ovis2",
         {"model_type": "qwen2", "head_dim": 8},

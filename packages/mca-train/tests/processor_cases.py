@@ -34,6 +34,7 @@ from transformers.models.kimi_k25.image_processing_kimi_k25 import Kimi_K25Image
 from transformers.models.kimi_k25.processing_kimi_k25 import Kimi_K25Processor
 from transformers.models.lfm2_vl.image_processing_lfm2_vl import Lfm2VlImageProcessor
 from transformers.models.lfm2_vl.processing_lfm2_vl import Lfm2VlProcessor
+from transformers.models.lfm3_vl.processing_lfm3_vl import Lfm3VlProcessor
 from transformers.models.llama4.image_processing_llama4 import Llama4ImageProcessor
 from transformers.models.llama4.processing_llama4 import Llama4Processor
 from transformers.models.llava.processing_llava import LlavaProcessor
@@ -449,6 +450,7 @@ CASES = {
     "llava_onevision": ONEVISION,
     "idefics3": IDEFICS,
     "lfm2_vl": LFM2,
+    "lfm3_vl": qwen(Lfm3VlProcessor),
     "ovis2": OVIS,
     "smolvlm": replace(
         IDEFICS,

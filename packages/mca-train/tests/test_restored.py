@@ -176,7 +176,7 @@ def test_a_step_leaves_no_length_to_ropes(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(pipeline_parallel, "get_forward_backward_func", lambda: schedule)
     monkeypatch.setattr(module, "routed_passes", lambda models: nullcontext())
     monkeypatch.setattr(module.parallel, "activate_process_groups", lambda models: None)
-    monkeypatch.setattr(Pipeline, "_added_up", lambda self: self._kept)
+    monkeypatch.setattr(Pipeline, "_step_loss", lambda self: self._micro_batch_sums)
     pipeline: Any = object.__new__(Pipeline)
     pipeline._ropes, pipeline.chunks, pipeline.models, pipeline.stopwatch = {0: (rope,)}, [None], [], None
     pipeline._loss = None

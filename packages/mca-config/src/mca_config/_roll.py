@@ -92,6 +92,8 @@ def _document(roll: Values, where: str) -> JsonObject:
         "mtp_num_layers": roll.get("mtp_num_layers") or 0,
     }
     layout = {name: roll[name] for name in _LAYOUT if name in roll}
+    if layout.get("expert_tensor_parallel_size") == layout.get("tensor_model_parallel_size"):
+        layout["expert_tensor_parallel_size"] = None  # mcore_adapter writes the default as a number
     return {"mca_version": 1, "model": model, "layout": layout, "hf_config": hf_config}
 
 

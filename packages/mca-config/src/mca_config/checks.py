@@ -250,9 +250,14 @@ def _mtp(model: McaModelConfig, layout: ParallelLayout) -> list[str]:
 
 def _experts(model: McaModelConfig, layout: ParallelLayout) -> list[str]:
     if model.moe is None:
-        if layout.ep == 1:
-            return []
-        return [f"the model has no experts; set expert_model_parallel_size to 1, not {layout.ep}"]
+        sizes = {"expert_model_parallel_size": layout.ep}
+        if layout.etp != layout.tp:
+            sizes["expert_tensor_parallel_size"] = layout.etp
+        return [
+            f"the model has no experts; set {name} to 1, not {size}"
+            for name, size in sizes.items()
+            if size > 1
+        ]
     problems = _indivisible(
         "num_moe_experts", model.moe.num_moe_experts, "expert_model_parallel_size", layout.ep
     )

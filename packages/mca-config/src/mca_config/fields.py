@@ -21,6 +21,20 @@ from mca_config.types import JsonObject, Typed, Values
 T = TypeVar("T")
 TypeHint = Any
 """The type of a field at run time: a class, a union, or a ``Literal``, for which Python has no common static type."""
+_NAMES: Mapping[TypeHint, str] = MappingProxyType(
+    {
+        bool: "true or false",
+        int: "an integer",
+        float: "a number",
+        str: "text",
+        Path: "a path",
+        dict: "an object",
+        tuple: "a list",
+        list: "a list",
+        None: "null",
+        type(None): "null",
+    }
+)
 
 
 def from_json(cls: type[T], values: Values, where: str) -> T:
@@ -254,20 +268,6 @@ _EXACT: Mapping[TypeHint, Callable[[Typed], object]] = MappingProxyType(
         int: lambda value: _require(_is_number(value) and isinstance(value, int), value),
         float: lambda value: float(_require(_is_number(value), value)),
         str: lambda value: _require(isinstance(value, str), value),
-    }
-)
-_NAMES: Mapping[TypeHint, str] = MappingProxyType(
-    {
-        bool: "true or false",
-        int: "an integer",
-        float: "a number",
-        str: "text",
-        Path: "a path",
-        dict: "an object",
-        tuple: "a list",
-        list: "a list",
-        None: "null",
-        type(None): "null",
     }
 )
 

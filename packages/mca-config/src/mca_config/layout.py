@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from mca_config.errors import McaError
 from mca_config.printable import counted
 
-LETTERS = "EtmL"
 _LONGEST = 100_000
 _ATOM = re.compile(r"([EtmL|])(?:\*(\d+))?")
 _GROUP = re.compile(r"\(((?:[EtmL|](?:\*\d+)?)+)\)\*(\d+)")

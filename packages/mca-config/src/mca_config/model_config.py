@@ -355,22 +355,6 @@ class McaModelConfig:
         """Return the assignment of layers to the pipeline ranks and virtual stages of :attr:`layout`."""
         return pipeline_plan(self.layout, self.num_layers, self.mtp_num_layers)
 
-    def distribute_config_match(self, other: "McaModelConfig") -> bool:
-        """Return whether every rank has the same shards under both layouts, so that it can load its own file.
-
-        Only tp, the layers of each pipeline rank and, with experts, ep and etp matter.
-        """
-        first, second = self.layout, other.layout
-        experts = self.moe is not None and (first.ep, first.etp) != (second.ep, second.etp)
-        return first.tp == second.tp and not experts and self._layers_by_rank() == other._layers_by_rank()
-
-    def _layers_by_rank(self) -> list[tuple[set[int], set[int]]]:
-        plan = self.pipeline_plan()
-        return [
-            (set(plan.rank_layers(pp)), {index for chunk in chunks for index in chunk.mtp_layers})
-            for pp, chunks in enumerate(plan.chunks)
-        ]
-
     @property
     def hf_model_type(self) -> str:
         """``model_type`` by the name under which LLaMA-Factory reads it, here and in ``mca_config.json``."""

@@ -12,6 +12,11 @@ from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout, parse_layout
 from mca_config.printable import counted
 
+_REMEDY = (
+    "change pipeline_model_parallel_size or virtual_pipeline_model_parallel_size, or give "
+    "num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage or pipeline_model_parallel_layout"
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineChunk:
@@ -149,12 +154,6 @@ def _is_uneven(layout: ParallelLayout) -> bool:
         layout.num_layers_in_first_pipeline_stage is not None
         or layout.num_layers_in_last_pipeline_stage is not None
     )
-
-
-_REMEDY = (
-    "change pipeline_model_parallel_size or virtual_pipeline_model_parallel_size, or give "
-    "num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage or pipeline_model_parallel_layout"
-)
 
 
 def _accounted_counts(layout: ParallelLayout, num_layers: int) -> list[int]:

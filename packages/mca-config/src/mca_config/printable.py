@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 _LONGEST_LINE = 4000
+_EVALUATION = "eval"
 
 
 def counted(number: int, noun: str) -> str:
@@ -23,9 +24,6 @@ def _line(line: str) -> str:
 
 def _escaped(letter: str) -> str:
     return letter if letter.isprintable() else letter.encode("unicode_escape", "surrogatepass").decode()
-
-
-_EVALUATION = "eval"
 
 
 def suggestion(word: str, known: Iterable[str], otherwise: str) -> str:

@@ -15,6 +15,21 @@ if TYPE_CHECKING:
 
 _WIDTH = 90
 _HELP, _VERSION = ("-h", "--help"), ("-V", "--version")
+SHELLS = ("bash", "zsh", "fish")
+_BASH = """\
+@FUNCTION@() {
+    local word=${COMP_WORDS[COMP_CWORD]}
+    COMPREPLY=()
+    if [[ $word == --* ]]; then
+        case ${COMP_WORDS[1]} in
+@CASES@
+        esac
+    elif [ "$COMP_CWORD" -eq 1 ]; then
+        COMPREPLY=($(compgen -W "@COMMANDS@" -- "$word"))
+    fi
+}
+complete -o default -F @FUNCTION@ @PROGRAM@
+"""
 
 
 def no_flags(parser: "Parser") -> None:
@@ -150,24 +165,6 @@ def fail(error: McaError) -> int:
     """Print the error and return the exit code: 2 for wrong usage, 1 for a failure."""
     sys.stderr.write(f"error: {printable(str(error))}\n")
     return 2 if isinstance(error, UsageError) else 1
-
-
-SHELLS = ("bash", "zsh", "fish")
-
-_BASH = """\
-@FUNCTION@() {
-    local word=${COMP_WORDS[COMP_CWORD]}
-    COMPREPLY=()
-    if [[ $word == --* ]]; then
-        case ${COMP_WORDS[1]} in
-@CASES@
-        esac
-    elif [ "$COMP_CWORD" -eq 1 ]; then
-        COMPREPLY=($(compgen -W "@COMMANDS@" -- "$word"))
-    fi
-}
-complete -o default -F @FUNCTION@ @PROGRAM@
-"""
 
 
 def completion(program: str, shell: str, flags: Mapping[str, Sequence[str]], default: str = "") -> str:

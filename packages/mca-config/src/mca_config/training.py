@@ -13,7 +13,7 @@ import transformers
 from transformers.trainer_pt_utils import AcceleratorConfig
 
 from mca_config.arguments import MegatronArguments
-from mca_config.training_checks import CheckedArguments
+from mca_config.training_checks import CheckedArguments, report_problems
 from mca_config.types import Typed
 
 
@@ -89,17 +89,11 @@ def _accelerator_problems(value: Typed) -> Iterator[str]:
 
 
 def _report_problems(report_to: Typed) -> Iterator[str]:
-    names = [report_to] if isinstance(report_to, str) else list(report_to or [])
-    if not names or names in (["none"], ["all"]):
-        return
     from transformers.integrations import get_available_reporting_integrations
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-    for name in names:
-        if name not in INTEGRATION_TO_CALLBACK:
-            yield f"report_to is {name!r}; expected none, all or some of {', '.join(sorted(INTEGRATION_TO_CALLBACK))}"
-        elif name not in get_available_reporting_integrations():
-            yield f"report_to {name} needs the package {name}, which is not installed; install it or remove {name}"
+    available = get_available_reporting_integrations()
+    return report_problems(report_to, INTEGRATION_TO_CALLBACK, available.__contains__)
 
 
 @dataclass(kw_only=True, repr=False)

@@ -5,14 +5,14 @@ keys before it imports transformers.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Literal
 
 from mca_config import _hf_arguments
 from mca_config.arguments import MegatronArguments
 from mca_config.errors import McaError
-from mca_config.types import HfArguments
+from mca_config.types import HfArguments, Typed
 
 GREATER_IS_BETTER: Mapping[str, bool] = {
     "loss": False,
@@ -34,6 +34,8 @@ GREATER_IS_BETTER: Mapping[str, bool] = {
     "max_reward": True,
 }
 """Direction by name of the metric, without ``eval_`` and the name of a dataset."""
+_logger = logging.getLogger(__name__)
+_CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
 
 
 def choose_direction(args: HfArguments) -> None:
@@ -44,11 +46,6 @@ def choose_direction(args: HfArguments) -> None:
     matches = (metric for metric in GREATER_IS_BETTER if name == metric or name.endswith(f"_{metric}"))
     metric = max(matches, key=len, default=None)
     args.greater_is_better = None if metric is None else GREATER_IS_BETTER[metric]
-
-
-_logger = logging.getLogger(__name__)
-
-_CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
 
 
 @dataclass(kw_only=True)
@@ -120,6 +117,32 @@ def _require_optimizer(optim: object) -> Literal["adam", "sgd"]:
     optimizer = _hf_arguments.megatron_optimizer(name)
     if optimizer is None:
         raise McaError(
-            f"optim {name} is not supported by Megatron; use adamw_torch or sgd, or set optimizer to adam, sgd or muon"
+            f"optim {name} is not supported by Megatron; expected adamw_torch, adamw_torch_fused or sgd, or set "
+            "optimizer to adam, sgd or muon"
         )
     return optimizer
+
+
+def report_problems(
+    report_to: Typed, known: Collection[str], is_installed: Callable[[str], bool]
+) -> Iterator[str]:
+    """Yield an error for each entry of ``report_to`` that transformers does not know, or whose package is missing.
+
+    Args:
+        report_to: Value of the argument.
+        known: Names that transformers knows.
+        is_installed: Function that returns True for a name whose package is installed.
+    """
+    names = [report_to] if isinstance(report_to, str) else list(report_to or [])
+    if not names or names in (["none"], ["all"]):
+        return
+    for name in names:
+        if name not in known:
+            yield f"report_to is {name!r}; expected none, all or some of {', '.join(sorted(known))}"
+        elif not is_installed(name):
+            yield f"report_to {name} needs the package {name}, which is not installed; install it or remove {name}"
+
+
+def is_supported_optimizer(optim: str) -> bool:
+    """Return True if Megatron has an optimizer for Hugging Face's ``optim``."""
+    return _hf_arguments.megatron_optimizer(optim) is not None

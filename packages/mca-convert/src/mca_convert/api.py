@@ -4,11 +4,14 @@ Paths may be models of the Hugging Face Hub (``org/name``, ``org/name@revision``
 errors name an option by its flag: ``--fp8`` is the argument ``fp8``.
 """
 
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -16,7 +19,7 @@ from mca_config.arguments import DistributingParallelArguments
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
 from mca_convert.pool import ByteCounter, Limits, default_workers, require_count
-from mca_convert.request import OptionsError, Request, layout_problem, target_layout
+from mca_convert.request import MAX_SHARD_BYTES, Request, conversion_target, target_layout
 from mca_models.hub import headers_only, is_hub_id, resolve_directory
 
 if TYPE_CHECKING:
@@ -25,8 +28,7 @@ if TYPE_CHECKING:
     from mca_convert.forecast import ConversionPlan
     from mca_convert.inspection import Inspection
 
-MAX_SHARD_BYTES = 5 * 10**9
-"""Default size of the largest file of a Hugging Face target."""
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +88,8 @@ def convert(
         max_shard_size: Bytes of the largest file of a Hugging Face target.
         overwrite: Replace a checkpoint at ``dst`` once the new one is complete.
         workers: Number of threads. None: one per processor, at most 8.
-        memory_limit: Bytes of all buffers. None: 3 MB per thread.
+        memory_limit: Bytes of all buffers; at least 192 KiB per thread are used. None: 3 MB per thread, and up to
+            320 MiB in all for weights that are merged or dequantised.
         progress: Called with the bytes done and in all, by one thread at a time; may raise an error to stop. The first
             call comes before the first file is made, the last before ``dst`` is put in place. Of an adapter both are 0.
 
@@ -125,15 +128,17 @@ def convert(
         )
         destination = Path(dst)
         sources = [Path(path) for path in (adapter_path, src) if path is not None]
-        require_free_destination(sources, destination, overwrite=overwrite)
+        require_free = partial(require_free_destination, sources, destination, overwrite=overwrite)
+        require_free()
         if request.adapter is not None:
             require_adapter(adapter := resolve_directory(request.adapter))
             request = replace(request, adapter=adapter)
         if request.checkpoint is not None:
             request = replace(request, checkpoint=resolve_directory(request.checkpoint))
         if request.adapter is not None and not merge:
-            return _convert_adapter(request, request.adapter, destination, progress)
-        return _convert_model(request, plan_conversion(request), destination, progress)
+            _warn_about_limits(workers, memory_limit)
+            return _convert_adapter(request, request.adapter, destination, progress, require_free)
+        return _convert_model(request, plan_conversion(request), destination, progress, require_free)
 
 
 def plan(
@@ -236,7 +241,7 @@ def inspect(path: str | Path, *, top: int = 5, values: bool = False) -> "Inspect
         from mca_convert.inspection import inspect_directory
 
         names: dict[str, str] = {}
-        folder = _with_headers(Path(path), stack, names, values=values, needs_weights=True)
+        folder = _with_headers(_local_path(path), stack, names, values=values, needs_weights=True)
         found = inspect_directory(folder, top, Limits(workers=default_workers()) if values else None)
         found.path = _restore(found.path, names)
         found.problem = found.problem and _restore(found.problem, names)
@@ -259,7 +264,8 @@ def verify(
         b: The other.
         tolerance: Largest absolute difference allowed; dtypes may then differ. None: compare bits.
         workers: Number of threads. None: one per processor, at most 8.
-        memory_limit: Bytes of all buffers. None: 3 MB per thread.
+        memory_limit: Bytes of all buffers; at least 192 KiB per thread are used. None: 3 MB per thread, and up to
+            320 MiB in all for weights that are merged or dequantised.
         progress: As for `convert`; the bytes are those of ``a``.
 
     Returns:
@@ -276,24 +282,33 @@ def verify(
         ```
     """
     limits = _limits(workers, memory_limit)
-    if tolerance is not None and not tolerance >= 0:
-        raise McaError(f"tolerance: expected a number of at least 0, not {tolerance!r}")
+    if tolerance is not None and not 0 <= tolerance < inf:
+        raise McaError(f"tolerance: expected a finite number of at least 0, not {tolerance!r}")
     with _system_errors():
-        from mca_convert.compare import compare_adapters, compare_models
+        from mca_convert.compare import compare_adapters, compare_models, is_quantized
         from mca_models.checkpoint_kinds import checkpoint_kind, open_checkpoint
 
         paths = resolve_directory(a), resolve_directory(b)
         if any(checkpoint_kind(path).is_adapter for path in paths):
+            _warn_about_limits(workers, memory_limit)
             return compare_adapters(*paths, tolerance=tolerance)
         first, second = (open_checkpoint(path) for path in paths)
+        if is_quantized(first) and is_quantized(second):  # bf16 would hide small differences of scales
+            first, second = (open_checkpoint(path, "F32") for path in paths)
         return compare_models(first, second, limits, tolerance=tolerance, progress=progress)
 
 
 def _convert_model(
-    request: Request, conversion: "Conversion", destination: Path, progress: Callable[[int, int], None] | None
+    request: Request,
+    conversion: "Conversion",
+    destination: Path,
+    progress: Callable[[int, int], None] | None,
+    require_free: Callable[[], None],
 ) -> ConversionResult:
     started = time.monotonic()
-    conversion.run(destination, request.limits, progress, overwrite=request.overwrite)
+    conversion.run(
+        destination, request.limits, progress, overwrite=request.overwrite, require_replaceable=require_free
+    )
     config = conversion.target.config
     return ConversionResult(
         path=destination,
@@ -309,17 +324,17 @@ def _convert_model(
 
 
 def _convert_adapter(
-    request: Request, adapter: Path, destination: Path, progress: Callable[[int, int], None] | None
+    request: Request,
+    adapter: Path,
+    destination: Path,
+    progress: Callable[[int, int], None] | None,
+    require_free: Callable[[], None],
 ) -> ConversionResult:
     from mca_config.model_config import McaModelConfig
     from mca_models.lora import convert_adapter, is_mca_adapter, load_model_config
 
-    if request.fp8:
-        raise OptionsError("--fp8 is for full models; add --merge, or remove it")
     started, from_mca = time.monotonic(), is_mca_adapter(adapter)
-    target: Literal["mca", "hf"] = request.to or ("hf" if from_mca else "mca")
-    if target == "hf" and (problem := layout_problem(request.layout, from_megatron=from_mca)):
-        raise OptionsError(problem)
+    target = conversion_target(request, from_megatron=from_mca)
     layout = target_layout(
         request.layout, McaModelConfig.load(adapter).layout if from_mca else ParallelLayout()
     )
@@ -328,6 +343,7 @@ def _convert_adapter(
     def check(written: Path) -> None:
         sizes.extend(file.stat().st_size for file in written.rglob("*.safetensors"))
         counter.check()
+        require_free()  # again: another program may have written there
 
     counter.check()
     converted = convert_adapter(
@@ -354,7 +370,13 @@ def _convert_adapter(
 
 
 def _path(name: str | Path | None) -> Path | None:
-    return None if name is None else Path(name)
+    return None if name is None else _local_path(name)
+
+
+def _local_path(name: str | Path) -> Path:
+    """Return the path ``name``, absolute if `Path` would make an id of the Hub of it, as of ``./runs/step100``."""
+    path = Path(name)
+    return path.absolute() if is_hub_id(path) and not is_hub_id(name) else path
 
 
 def _limits(workers: int | None, memory_limit: int | None) -> Limits:
@@ -362,6 +384,16 @@ def _limits(workers: int | None, memory_limit: int | None) -> Limits:
         if value is not None:
             require_count(name, value)
     return Limits(workers=workers or default_workers(), memory=memory_limit)
+
+
+def _warn_about_limits(workers: int | None, memory_limit: int | None) -> None:
+    """Log a warning about limits of an adapter, which is read into memory by one thread."""
+    values = {"--workers": workers, "--memory_limit": memory_limit}
+    if names := [name for name, value in values.items() if value is not None]:
+        verb = "has" if len(names) == 1 else "have"
+        logger.warning(
+            "%s %s no effect on an adapter; one thread reads it into memory", " and ".join(names), verb
+        )
 
 
 def _with_headers(

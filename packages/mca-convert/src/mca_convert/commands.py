@@ -31,7 +31,7 @@ _SHOWN = 10
 
 def convert(parser: Parser, options: argparse.Namespace, interrupts: Interrupts) -> int:
     """Convert, and upload the result if requested; return the exit code."""
-    if options.push_to_hub:
+    if options.push_to_hub is not None:
         from mca_models.hub import require_upload
 
         require_upload(options.push_to_hub)
@@ -52,7 +52,7 @@ def convert(parser: Parser, options: argparse.Namespace, interrupts: Interrupts)
             parser.error(str(error))
     if not options.quiet:
         sys.stderr.write(_summary(result))
-    if options.push_to_hub:
+    if options.push_to_hub is not None:
         _upload(result.path, options, interrupts)
     return 0
 
@@ -60,7 +60,7 @@ def convert(parser: Parser, options: argparse.Namespace, interrupts: Interrupts)
 def _conversion(options: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of `api.convert` and `api.plan` that flags give, but for the layout."""
     names = "to fp8 adapter_path merge max_shard_size overwrite workers memory_limit".split()
-    paths = {"src": options.checkpoint_path or None, "dst": options.output_path or None}
+    paths = {"src": options.checkpoint_path, "dst": options.output_path}
     return paths | {name: getattr(options, name) for name in names} | {"dtype": options.dtype}
 
 

@@ -20,6 +20,8 @@ from mca_convert.pool import ByteCounter, Limits, Progress, allow_open_files, ru
 from mca_convert.reader import Buffers, Collector, SourceFiles
 from mca_models.checkpoint.mca_directory import load_config
 from mca_models.checkpoint_kinds import checkpoint_kind
+from mca_models.quantization.fp8_read import Fp8Tensor
+from mca_models.quantization.mxfp4_read import Mxfp4Tensor
 from mca_models.storage.copy_plan import HF
 from mca_models.storage.dtypes import ITEM_SIZES, dtype_code
 from mca_models.storage.finite import counts_in
@@ -211,6 +213,12 @@ def _different_models(first: ModelSource, second: ModelSource, tolerance: float 
     return problems
 
 
+def is_quantized(source: ModelSource) -> bool:
+    """Return whether any weight of ``source`` is dequantised as it is read."""
+    infos = (part.info for param in source.params for part in source.parts(param))
+    return any(isinstance(info, Fp8Tensor | Mxfp4Tensor) for info in infos)
+
+
 def _different_fields(first: McaModelConfig, second: McaModelConfig) -> Iterator[tuple[str, Typed, Typed]]:
     mine, its = first.to_fields(), second.to_fields()
     for name in sorted((mine.keys() | its.keys()) - _SAME_MODEL_MAY_DIFFER):
@@ -256,7 +264,7 @@ def _different(first: NumpyArray, second: NumpyArray, tolerance: float | None) -
         bits = f"u{first.itemsize}"
         same = first.view(bits) == second.view(bits)
     else:
-        one, two = first.astype(np.float32), second.astype(np.float32)
+        one, two = first.astype(np.float64), second.astype(np.float64)
         with np.errstate(invalid="ignore"):
             close = np.abs(one - two) <= tolerance
         same = close | (one == two) | (np.isnan(one) & np.isnan(two))
@@ -318,8 +326,13 @@ def _different_scales(first: Path, second: Path) -> Iterator[str]:
     mine, its = (AdapterConfig.load(path).document for path in (first, second))
     for key in _SCALES:
         default = 8 if key in ("r", "lora_alpha") else None
-        if (mine.get(key, default) or None) != (its.get(key, default) or None):
+        if _ordered(mine.get(key, default)) != _ordered(its.get(key, default)):
             yield f"adapter_config.json, {key}: {mine.get(key)!r} and {its.get(key)!r}"
+
+
+def _ordered(value: Typed) -> Typed:
+    """Return ``value`` to compare; of the patterns of a dict the first that matches counts, so their order does too."""
+    return (list(value.items()) if isinstance(value, dict) else value) or None
 
 
 def _described_model(path: Path) -> McaModelConfig | None:

@@ -1,7 +1,7 @@
 """A conversion from one directory to another: planned and checked for completeness, then executed by `engine`."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -21,7 +21,7 @@ from mca_convert.non_finite import (
 )
 from mca_convert.pool import ByteCounter, Limits, Progress, allow_open_files
 from mca_convert.reader import SourceFiles
-from mca_convert.request import OptionsError, Request, layout_problem, target_layout
+from mca_convert.request import Request, conversion_target, target_layout
 from mca_models.checkpoint.contents import foreign_entry, is_checkpoint
 from mca_models.checkpoint.hf_writer import MAX_SHARD_BYTES, METADATA, HfLayout
 from mca_models.checkpoint.mca_directory import McaLayout, iteration_name
@@ -34,6 +34,7 @@ from mca_models.storage.safetensors import FilePlan, plan_file
 from mca_models.storage.source import ModelSource
 
 logger = logging.getLogger(__name__)
+_BLOCK = 4096  # bytes; the most common block of file systems
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,16 @@ class Conversion:
     def nbytes(self) -> int:
         """Bytes of weights that will be written."""
         return sum(fill.nbytes for fill in self.fills)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of all files that will be written, in blocks of the disk."""
+        sizes = {name: plan.nbytes for name, plan in self.file_plans(Path()).items()}
+        if isinstance(self.target, McaLayout):
+            small = self.target.small_files({name: FileRecord(size, 0) for name, size in sizes.items()})
+        else:
+            small = self.target.small_files()
+        return bytes_on_disk([*sizes.values(), *map(len, small.values())], self.source.path)
 
     def file_plans(self, directory: Path) -> dict[str, FilePlan]:
         """Return the plans of the target files in ``directory``."""
@@ -82,6 +93,7 @@ class Conversion:
         progress: Progress | None = None,
         *,
         overwrite: bool = False,
+        require_replaceable: Callable[[], None] = lambda: None,
     ) -> Path:
         """Write the new checkpoint; ``destination`` is complete or absent.
 
@@ -91,6 +103,7 @@ class Conversion:
             progress: See `Progress`; called with 0 before the first file is made, and before the result is put in
                 place.
             overwrite: Replace the contents of ``destination``.
+            require_replaceable: Called before that; raises if they must be kept.
 
         Raises:
             McaError: The destination exists, a file cannot be read or written, or the conversion computes values from
@@ -99,10 +112,10 @@ class Conversion:
         allow_open_files(self.open_files)
         self.source.check_duplicates()
         # before there is anything to remove, because this can raise an error
-        needed = self.nbytes + sum(file.stat().st_size for file in side_files(self.source.path))
+        needed = self.disk_bytes
         counter = ByteCounter(self.nbytes, progress)
         counter.check()
-        partial = PartialDirectory(destination, overwrite=overwrite)
+        partial = PartialDirectory(destination, overwrite=overwrite, require_replaceable=require_replaceable)
         with partial.writing(needed) as path:
             records = self._write_weights(path, limits, counter)
             files = {str(Path(self.prefix, name)): record.nbytes for name, record in records.items()}
@@ -135,6 +148,15 @@ class Conversion:
         return records
 
 
+def bytes_on_disk(sizes: Iterable[int], source: Path) -> int:
+    """Return the bytes that files of ``sizes`` and the side files of ``source`` occupy, in blocks of the disk.
+
+    One more is for the marker of the folder in which they are written.
+    """
+    sizes = [*sizes, *(file.stat().st_size for file in side_files(source)), 1]
+    return sum(-(-size // _BLOCK) * _BLOCK for size in sizes)
+
+
 def plan_conversion(request: Request) -> Conversion:
     """Plan the conversion of a model, with an adapter merged into it if requested.
 
@@ -143,14 +165,7 @@ def plan_conversion(request: Request) -> Conversion:
         McaError: The source is incomplete or damaged, or cannot be converted in this way.
     """
     path = request.require_checkpoint()
-    from_megatron = checkpoint_kind(path).is_megatron
-    target = request.to or ("hf" if from_megatron or request.merge else "mca")
-    if target == "hf" and (
-        problem := layout_problem(request.layout, from_megatron=from_megatron or request.merge)
-    ):
-        raise OptionsError(problem)
-    if target == "mca" and request.fp8:
-        raise OptionsError("--fp8 is for Hugging Face targets; add --to hf, or remove it")
+    target = conversion_target(request, from_megatron=checkpoint_kind(path).is_megatron)
     source = open_checkpoint(path, request.cast)
     if request.adapter is not None:
         source = _merged(source, request.adapter, request.cast)

@@ -6,17 +6,20 @@ the fills.
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from math import lcm, prod
 
 from mca_config.errors import McaError
 from mca_models.checkpoint.hf_writer import HfLayout
 from mca_models.checkpoint.mca_directory import McaLayout
 from mca_models.checkpoint.placement import shard_count, shard_files
+from mca_models.quantization.fp8_read import Fp8Tensor
 from mca_models.quantization.fp8_tile import BLOCK
-from mca_models.quantization.fp8_write import SCALE_CODE, scale_shape
+from mca_models.quantization.fp8_write import CODE, SCALE_CODE, scale_shape
 from mca_models.storage.byte_ranges import Gather, Move, clip
 from mca_models.storage.copy_plan import HF
 from mca_models.storage.dtypes import ITEM_SIZES
+from mca_models.storage.safetensors import TensorInfo
 from mca_models.storage.source import ModelSource, Part
 from mca_models.weights import Param
 
@@ -176,6 +179,9 @@ def fills_to_mca(source: ModelSource, target: McaLayout, found: Mapping[str, str
 def fills_to_hf(source: ModelSource, target: HfLayout, found: Mapping[str, str]) -> Iterator[Fill]:
     """Yield the fills of an HF checkpoint's tensors, including copies of a tied head.
 
+    A weight that is stored in the fp8 blocks to be written is copied with its scales: to quantise what was dequantised
+    would change both.
+
     Args:
         source: The opened checkpoint.
         target: Layout of the new one.
@@ -186,7 +192,13 @@ def fills_to_hf(source: ModelSource, target: HfLayout, found: Mapping[str, str])
         gathers = source.gathers(param, HF)
         for name, gather in zip(param.hf_names(), gathers, strict=True):
             start = (param.expert or 0) * prod(gather.shape) if param.stacked else 0
+            scales = target.scales.get(name)
+            stored = None if scales is None else _stored_blocks(gather, source.parts(param))
             for written in target.written_as(name):
+                if scales is not None and stored is not None:
+                    yield _copy_fill(file_of[written], written, stored.weight, param)
+                    yield _copy_fill(file_of[written], scales, stored.scale, param)
+                    continue
                 yield Fill(
                     file_of[written],
                     written,
@@ -196,5 +208,27 @@ def fills_to_hf(source: ModelSource, target: HfLayout, found: Mapping[str, str])
                     found[param.mca_name()],
                     target.tensors[name][0],
                     param,
-                    target.scales.get(name),
+                    scales,
                 )
+
+
+def _stored_blocks(gather: Gather, parts: tuple[Part, ...]) -> Fp8Tensor | None:
+    """Return the stored tensor whose blocks and scales are those to be written as ``gather``; None: there is none."""
+    index = gather.moves[0].part if gather.moves else 0
+    stored = parts[index].info
+    if not isinstance(stored, Fp8Tensor) or gather != _whole(stored.shape, index):
+        return None
+    blocks = stored.block, stored.weight.dtype, stored.scale.dtype, stored.scale.shape
+    return stored if blocks == ((BLOCK, BLOCK), CODE, SCALE_CODE, scale_shape(stored.shape)) else None
+
+
+def _copy_fill(file: str, name: str, info: TensorInfo, param: Param) -> Fill:
+    """Return the fill that copies the stored tensor ``info`` whole."""
+    return Fill(file, name, 0, _whole(info.shape), (Part(info, info.shape),), info.dtype, info.dtype, param)
+
+
+@cache
+def _whole(shape: tuple[int, ...], part: int = 0) -> Gather:
+    """Return the copy of all of ``part`` in order."""
+    size = prod(shape)
+    return Gather(shape, (Move(part, 0, 0, size, 1, size, size),))

@@ -2,6 +2,7 @@
 
 import argparse
 import re
+from math import inf
 from typing import Literal
 
 from mca_config.arguments import DistributingParallelArguments
@@ -72,7 +73,9 @@ def _quiet_flag(parser: Parser) -> None:
 
 
 def _inspect_flags(parser: Parser) -> None:
-    parser.add_argument("path", metavar="PATH", help="a directory of any kind, or a model of the Hub")
+    parser.add_argument(
+        "path", type=_path, metavar="PATH", help="a directory of any kind, or a model of the Hub"
+    )
     parser.add_argument("--json", action="store_true", help="print the same as JSON")
     parser.add_argument(
         "--values",
@@ -94,13 +97,13 @@ def _conversion_flags(parser: Parser, *, planning: bool) -> None:
         "the checkpoint to read, a directory or a model of the Hub (org/name, org/name@revision); with --adapter_path: "
         "the adapter's base model"
     )
-    add_flag(parser, "checkpoint_path", metavar="DIR", help=source)
+    add_flag(parser, "checkpoint_path", type=_path, metavar="DIR", help=source)
     where = (
         "the output directory; checks that it is absent or empty and that the disk has enough space"
         if planning
         else "the new checkpoint; must be absent or empty"
     )
-    add_flag(parser, "output_path", required=not planning, metavar="DIR", help=where)
+    add_flag(parser, "output_path", type=_path, required=not planning, metavar="DIR", help=where)
     add_flag(
         parser,
         "to",
@@ -134,6 +137,7 @@ def _adapter_flags(parser: Parser) -> None:
     add_flag(
         group,
         "adapter_path",
+        type=_path,
         metavar="DIR",
         help="a PEFT adapter (converted to MCA; needs its base model's config) or an MCA adapter (converted to PEFT)",
     )
@@ -179,13 +183,16 @@ def _engine_flags(parser: Parser) -> None:
         "memory_limit",
         type=byte_count,
         metavar="SIZE",
-        help="total size of all buffers, e.g. 64M; default: 3 MB per thread",
+        help="total size of all buffers, e.g. 64M, but at least 192 KiB per thread are used; default: 3 MB per thread, "
+        "and up to 320 MiB in all for weights that are merged or dequantised",
     )
 
 
 def _verify_flags(parser: Parser) -> None:
-    parser.add_argument("first", metavar="A", help="a checkpoint directory, of any kind and layout")
-    parser.add_argument("second", metavar="B", help="another one")
+    parser.add_argument(
+        "first", type=_path, metavar="A", help="a checkpoint directory, of any kind and layout"
+    )
+    parser.add_argument("second", type=_path, metavar="B", help="another one")
     add_flag(
         parser,
         "tolerance",
@@ -275,6 +282,14 @@ def byte_count(text: str) -> int:
     return int(number)
 
 
+def _path(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError(
+            "expected a path, not an empty value; is a variable of the shell not set?"
+        )
+    return text
+
+
 def _positive(text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) < 10) or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a number of at least 1, not {text!r:.40}")
@@ -293,6 +308,6 @@ def _tolerance(text: str) -> float:
         value = float(text)
     except ValueError:
         value = -1.0
-    if not value >= 0:
-        raise argparse.ArgumentTypeError(f"expected a number of at least 0, not {text!r}")
+    if not 0 <= value < inf:
+        raise argparse.ArgumentTypeError(f"expected a finite number of at least 0, not {text!r}")
     return value

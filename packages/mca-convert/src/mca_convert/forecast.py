@@ -15,6 +15,7 @@ from mca_config.layout import ParallelLayout
 from mca_config.types import JsonObject
 from mca_convert.conversion import (
     Conversion,
+    bytes_on_disk,
     plan_to_hf,
     plan_to_mca,
     require_adapter,
@@ -25,7 +26,7 @@ from mca_convert.non_finite import Notes, count_by_name, non_finite_error, non_f
 from mca_convert.output import format_size
 from mca_convert.pool import Limits, too_many_files
 from mca_convert.reader import computed_bytes
-from mca_convert.request import Request, layout_problem, target_layout
+from mca_convert.request import OptionsError, Request, conversion_target, target_layout
 from mca_models.checkpoint.config_only import ConfigOnlySource
 from mca_models.checkpoint.hf_directory import StoredTensor, has_weights
 from mca_models.checkpoint.hf_writer import METADATA
@@ -123,6 +124,8 @@ class ConversionPlan:
         """Return the result of ``step``; on an error record it and return None."""
         try:
             return step()
+        except OptionsError:
+            raise
         except McaError as error:
             reason = str(error)
         except OSError as error:
@@ -134,12 +137,8 @@ class ConversionPlan:
 def forecast(request: Request) -> ConversionPlan:
     """Plan ``request`` as far as possible, without writing anything."""
     if request.adapter is not None and not request.merge:
-        result = _forecast_adapter(request, request.adapter)
-    else:
-        result = _forecast_model(request)
-    if result.target == "hf" and (problem := layout_problem(request.layout, from_megatron=True)):
-        result.refusals.append(problem)
-    return result
+        return _forecast_adapter(request, request.adapter)
+    return _forecast_model(request)
 
 
 def _forecast_model(request: Request) -> ConversionPlan:
@@ -148,7 +147,7 @@ def _forecast_model(request: Request) -> ConversionPlan:
     kind = result._attempt(lambda: checkpoint_kind(path))
     if kind is not None:
         result.kind = kind.value
-        result.target = request.to or ("hf" if kind.is_megatron or request.merge else "mca")
+        result.target = conversion_target(request, from_megatron=kind.is_megatron)
     _check_destination(request, result)
     source = None if kind is None else _open(path, request, kind, result)
     if source is not None and request.adapter is not None:
@@ -160,7 +159,7 @@ def _forecast_model(request: Request) -> ConversionPlan:
     conversion = _plan(request, source, layout, result)
     if conversion is not None:
         _describe(conversion, request, result)
-        _require_space(request.destination, result)
+        _require_space(request.destination, lambda: conversion.disk_bytes, result)
         if not result.config_only:
             _report_values(conversion, request, result)
     return result
@@ -210,9 +209,6 @@ def _plan(
     result.refusals += faults
     if faults or (layout is None and result.target == "mca"):
         return None
-    if request.fp8 and result.target == "mca":
-        result.refusals.append("--fp8 is for Hugging Face targets; remove it")
-        return None
     if result.target == "hf":
         return result._attempt(
             lambda: plan_to_hf(source, request.cast, request.max_shard_bytes, fp8=request.fp8)
@@ -230,7 +226,8 @@ def _report_values(conversion: Conversion, request: Request, result: ConversionP
             )
         return
     source, casts = conversion.source, notes.casts()
-    found = result._attempt(lambda: search(source, source.params, request.limits, casts=casts))
+    read = partial(search, source, source.params, request.limits, casts=casts, checksums=True)
+    found = result._attempt(read)
     if not found:
         return
     if notes.work is None:
@@ -302,7 +299,7 @@ def _computed_bytes(fill: Fill, limits: Limits) -> int:
 def _forecast_adapter(request: Request, path: Path) -> ConversionPlan:
     """Plan the conversion of the adapter in ``path``, without writing anything."""
     from_mca = is_mca_adapter(path)
-    target = request.to or ("hf" if from_mca else "mca")
+    target = conversion_target(request, from_megatron=from_mca)
     result = ConversionPlan(source=str(path), target=target, workers=1)
     kind = result._attempt(lambda: checkpoint_kind(path))
     result.kind = kind.value if kind is not None else ""
@@ -323,7 +320,8 @@ def _forecast_adapter(request: Request, path: Path) -> ConversionPlan:
         result._attempt(lambda: _as_mca(written, target_layout(request.layout, source_layout), result))
     # the full adapter is in memory twice, as read and as written
     result.peak_bytes = _anonymous_bytes() + result.written_bytes
-    _require_space(request.destination, result)
+    sizes = [*result.files.values(), len(adapter.config.to_json())]
+    _require_space(request.destination, lambda: bytes_on_disk(sizes, path), result)
     return result
 
 
@@ -420,16 +418,16 @@ def _existing_parent(destination: Path) -> Path:
     return parent
 
 
-def _require_space(destination: Path | None, result: ConversionPlan) -> None:
+def _require_space(destination: Path | None, size: Callable[[], int], result: ConversionPlan) -> None:
     """Record an error if the disk has too little free space."""
     if destination is None:
         return
-    parent = result._attempt(lambda: _existing_parent(destination))
-    if parent is None:
+    parent, needed = result._attempt(lambda: _existing_parent(destination)), result._attempt(size)
+    if parent is None or needed is None:
         return
     free = shutil.disk_usage(parent).free
-    if free < result.written_bytes:
+    if free < needed:
         result.refusals.append(
-            f"--output_path {destination}: needs {format_size(result.written_bytes)}, {parent} has "
+            f"--output_path {destination}: needs {format_size(needed)}, {parent} has "
             f"{format_size(free)} free; free space or name another path"
         )

@@ -109,7 +109,7 @@ def _model(path: Path, kind: CheckpointKind, found: Inspection, top: int, limits
         ]
     _biggest(shapes, found, top)
     if limits is not None:
-        found.not_finite = count_by_name(search(source, source.params, limits))
+        found.not_finite = count_by_name(search(source, source.params, limits, checksums=True))
 
 
 def _media_parameters(source: ModelSource) -> JsonObject:

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from mca_config.errors import McaError
 from mca_config.printable import counted
-from mca_convert.fills import Chunk, Fill, split_exactly
+from mca_convert.fills import FLOATS, Chunk, Fill, split_exactly
 from mca_convert.pool import Limits, run_all
 from mca_convert.reader import Buffers, Collector, SourceFiles
 from mca_models.quantization.fp8_read import Fp8Tensor
@@ -94,7 +94,7 @@ class Notes:
 
     def casts(self) -> dict[str, str]:
         """Return the dtype code that each parameter is cast to."""
-        return {fill.param.mca_name(): fill.dtype for fill in self._fills if fill.scales is None}
+        return {fill.param.mca_name(): fill.dtype for fill in self._fills if fill.dtype in FLOATS}
 
 
 def search(
@@ -104,6 +104,7 @@ def search(
     *,
     casts: Mapping[str, str] = MappingProxyType({}),
     proceed: Callable[[], None] = lambda: None,
+    checksums: bool = False,
 ) -> list[NonFinite]:
     """Read every value of ``params`` and return the tensors with values that are not finite, in their order.
 
@@ -113,10 +114,14 @@ def search(
         limits: Threads and memory.
         casts: The dtype codes that parameters are cast to, by Megatron's names; others keep their own.
         proceed: Called with each chunk, from any thread; raises to stop.
+        checksums: Compare the checksums of all files of the checkpoint too.
+
+    Raises:
+        McaError: A file cannot be read or is damaged.
     """
     found: dict[str, NonFinite] = {}
     labels = [_label(name, param) for param in params for name in param.hf_names()]
-    files, lock = SourceFiles({}), threading.Lock()
+    files, lock = SourceFiles(source.checksums() if checksums else {}), threading.Lock()
 
     def start() -> Callable[[tuple[str, Param, Chunk]], None]:
         collector = Collector(files, Buffers(limits.buffer_bytes), limits.computed_bytes)
@@ -141,6 +146,7 @@ def search(
 
     try:
         run_all(_chunks(source, params, limits), limits.workers, start)
+        files.check(limits.workers, proceed)
     finally:
         files.close()
     return [found[label] for label in labels if label in found]

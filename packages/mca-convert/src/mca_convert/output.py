@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from mca_config.errors import McaError
 from mca_config.printable import printable
-from mca_config.redaction import redacted
+from mca_config.redaction import redacted, redacted_values
 from mca_config.types import Values
 from mca_convert.pool import Progress
 
@@ -28,12 +28,16 @@ def write_line(text: str) -> None:
     Raises:
         McaError: The text cannot be written, for example on a full disk.
     """
+    _write(printable(redacted(text)))
+
+
+def _write(text: str) -> None:
     stream = sys.stdout
     if stream is None:
         return
     encoding = stream.encoding or "utf-8"
     try:
-        stream.write(f"{printable(redacted(text))}\n".encode(encoding, "backslashreplace").decode(encoding))
+        stream.write(f"{text}\n".encode(encoding, "backslashreplace").decode(encoding))
         stream.flush()
     except BrokenPipeError:
         _redirect_to_null(stream.fileno())
@@ -51,7 +55,8 @@ def _redirect_to_null(fd: int) -> None:
 
 def write_json(kind: str, document: Values) -> None:
     """Print ``document`` as JSON with a schema name for its ``kind`` and a version."""
-    write_line(json.dumps({"schema": f"mca-convert/{kind}", "version": JSON_VERSION, **document}, indent=1))
+    values = redacted_values({"schema": f"mca-convert/{kind}", "version": JSON_VERSION, **document})
+    _write(json.dumps(values, indent=1))
 
 
 def format_size(nbytes: int) -> str:

@@ -10,6 +10,8 @@ from mca_config.errors import McaError, UsageError
 from mca_config.layout import ParallelLayout
 from mca_convert.pool import Limits, require_count
 
+MAX_SHARD_BYTES = 5 * 10**9
+"""Default size of the largest file of a Hugging Face target."""
 _CODES = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 TargetLayout = ParallelLayout | DistributingParallelArguments
 """A layout, or parallel sizes that replace those of the source's layout."""
@@ -98,10 +100,30 @@ def target_layout(layout: TargetLayout | None, base: ParallelLayout) -> Parallel
         raise OptionsError(str(error)) from error
 
 
-def layout_problem(layout: TargetLayout | None, *, from_megatron: bool) -> str | None:
-    """Return the message about a layout for a target that has none; None without a layout."""
-    if layout is None:
-        return None
+def conversion_target(request: Request, *, from_megatron: bool) -> Literal["mca", "hf"]:
+    """Return the target of ``request``.
+
+    Args:
+        request: The conversion.
+        from_megatron: The checkpoint, or the adapter that is converted, is one of Megatron.
+
+    Raises:
+        OptionsError: An option does not go with the target.
+    """
+    target = request.to or ("hf" if from_megatron or request.merge else "mca")
+    if request.fp8 and request.adapter is not None and not request.merge:
+        raise OptionsError("--fp8 is for full models; add --merge, or remove it")
+    if request.fp8 and target == "mca":
+        raise OptionsError("--fp8 is for Hugging Face targets; add --to hf, or remove it")
+    is_adapter = request.adapter is not None and not request.merge
+    if request.max_shard_bytes != MAX_SHARD_BYTES and (target == "mca" or is_adapter):
+        raise OptionsError("--max_shard_size is for Hugging Face models, which have several files; remove it")
+    if request.layout is not None and target == "hf":
+        raise OptionsError(_layout_problem(request.layout, from_megatron=from_megatron or request.merge))
+    return target
+
+
+def _layout_problem(layout: TargetLayout, *, from_megatron: bool) -> str:
     named = vars(layout) if isinstance(layout, DistributingParallelArguments) else {}
     names = [f"--{name}" for name in LAYOUT_FIELDS if named.get(name) is not None] or ["layout"]
     hint = ", or add --to mca to write the same model in another layout" if from_megatron else ""

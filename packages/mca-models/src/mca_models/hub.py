@@ -306,7 +306,7 @@ def _range(address: str, start: int, stop: int) -> tuple[bytes, int]:
 
 
 @contextmanager
-def _bars_where_watched() -> Iterator[None]:
+def _progress_bars_on_terminal() -> Iterator[None]:
     """A block in which the client draws bars only on a terminal, by one rank of a machine, unless warnings alone count.
 
     ``HF_HUB_DISABLE_PROGRESS_BARS=0`` draws them everywhere.
@@ -315,8 +315,8 @@ def _bars_where_watched() -> Iterator[None]:
 
     is_first = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) in ("0", "-1")
     is_quiet = logging.getLogger("mca_models").level > logging.INFO
-    watched = sys.stderr is not None and sys.stderr.isatty() and is_first and not is_quiet
-    if watched or are_progress_bars_disabled() or os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS") == "0":
+    shows_bars = sys.stderr is not None and sys.stderr.isatty() and is_first and not is_quiet
+    if shows_bars or are_progress_bars_disabled() or os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS") == "0":
         yield
         return
     disable_progress_bars()
@@ -362,7 +362,7 @@ def _naming_upload(name: str) -> AbstractContextManager[None]:
 def _in_one_line(install: str, about: str, known: Mapping[str, str]) -> Iterator[None]:
     """A block whose errors are one line: ``install`` where the client is missing, else the reason behind ``about``."""
     try:
-        with _bars_where_watched():
+        with _progress_bars_on_terminal():
             yield
     except McaError:
         raise

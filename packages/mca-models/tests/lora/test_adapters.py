@@ -117,6 +117,26 @@ def test_merging_from_a_cut_checkpoint_and_a_cut_adapter_is_the_same(
         assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes()
 
 
+def test_merging_reads_rows_of_saved_tables_not_the_full_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, source = adapters.save("llama-saved", tmp_path)
+    checkpoint = open_checkpoint(base)
+    layout = ParallelLayout(tensor_model_parallel_size=2)
+    write_mca_adapter(open_adapter(source, checkpoint.config), layout, tmp_path / "mca")
+    right = load_file(source / "adapter_model.safetensors")["base_model.model.model.embed_tokens.weight"]
+    monkeypatch.setattr(merge, "_BLOCK", 3 * right.shape[1])
+    for path in (source, tmp_path / "mca"):
+        adapter = open_adapter(path, checkpoint.config)
+        merged = MergedSource(checkpoint, replace(adapter, read=lambda param: pytest.fail(param.mca_name())))
+        param = next(param for param in merged.params if param.mca_name() in adapter.saved_by_name)
+        (table,) = merged.parts(param)
+        middle = right.shape[0] // 2  # where the second rank's rows begin
+        rows = table.info.array()[middle - 2 : middle + 2]
+        assert param.hf_names() == ("model.embed_tokens.weight",)
+        np.testing.assert_array_equal(rows, right[middle - 2 : middle + 2].numpy())
+
+
 @pytest.mark.parametrize(
     "layout", [ParallelLayout(tensor_model_parallel_size=2, expert_model_parallel_size=2)]
 )

@@ -60,7 +60,7 @@ def hf_model(case: str) -> tuple[Any, McaModelConfig]:
 
 def settings_of(config: McaModelConfig) -> Iterator[Settings]:
     """Ways to ask for an adapter on ``config``: by one word, expressions and names, with modules left out or added."""
-    found = [each for each in linear_targets(config) if each.linear and not each.sees]
+    found = [each for each in linear_targets(config) if each.linear and not each.is_vision]
     left_out = FAMILIES[config.model_type].text(config).unadaptable
     labels = sorted({each.label for each in found} - left_out - EXPERT_LINEARS)
     last = next(name for name in ("o_proj", "out_proj", "dense", "q_proj", *labels) if name in labels)
@@ -70,7 +70,8 @@ def settings_of(config: McaModelConfig) -> Iterator[Settings]:
     layer = min(layers)
     every = {"target_modules": "all-linear"}
     yield every
-    yield {**every, "exclude_modules": [last], "rank_pattern": {labels[0]: 3}, "use_rslora": True}
+    if others := [label for label in labels if label != last]:
+        yield {**every, "exclude_modules": [last], "rank_pattern": {others[0]: 3}, "use_rslora": True}
     yield {**every, "exclude_modules": rf".*\.{layer}\..*"}
     yield {**every, "lora_dropout": 0.1}
     if stacks := {".".join(each.module.split(".")[-2:]) for each in stacked_targets(config)}:

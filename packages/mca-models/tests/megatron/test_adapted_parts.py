@@ -70,7 +70,7 @@ def test_targets_in_the_vision_model_are_its_linears(case: str) -> None:
         exclude_unadapted(document, config, model_parts(config))
         adapter = AdapterConfig.from_dict(document)
         assert {name for name in theirs if adapter.targets(name, linear=True)} == used
-    assert {target.module for target in linear_targets(config) if target.sees} == used
+    assert {target.module for target in linear_targets(config) if target.is_vision} == used
 
 
 def test_saved_modules_that_the_vision_model_has_too_are_named_in_full() -> None:

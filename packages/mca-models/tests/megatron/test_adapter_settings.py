@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from tiny_hf import SIZE
 
+from mca_models.megatron.peft import models
 from mca_models.megatron.peft.create import adapter_config
 from mca_models.templates import config_from_hf
 
@@ -24,6 +25,31 @@ CONFIG = config_from_hf({**SIZE, "model_type": "llama", "architectures": ["Llama
 def test_the_base_model_is_the_one_that_was_loaded_unless_it_is_given(
     given: str | None, source: str | None, written: str | None
 ) -> None:
-    models: Any = SimpleNamespace(config=CONFIG, source=source)
+    loaded: Any = SimpleNamespace(config=CONFIG, source=source)
     document = {"r": 2, "base_model_name_or_path": given}
-    assert adapter_config(document, models).document["base_model_name_or_path"] == written
+    assert adapter_config(document, loaded).document["base_model_name_or_path"] == written
+
+
+@pytest.mark.parametrize(
+    ("targets", "everywhere", "receives"), [({0}, False, False), ({0, 2}, True, True), ({0, 1}, True, False)]
+)
+def test_an_adapter_is_gathered_on_one_rank_where_one_receives_it(
+    targets: set[int], everywhere: bool, receives: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On rank 2."""
+    gathered: list[bool] = []
+
+    def whole_adapter(*_: object, everywhere: bool) -> str | None:
+        gathered.append(everywhere)
+        return "adapter" if everywhere else None
+
+    monkeypatch.setattr(models, "whole_adapter", whole_adapter)
+    monkeypatch.setattr(models, "peft_tensors", lambda *_, **__: ["tensor"])
+    monkeypatch.setattr(models, "packed_buckets", lambda tensors, size: [(each, size) for each in tensors])
+    adapted: Any = SimpleNamespace(
+        **dict.fromkeys(("config", "adapter", "rules")), rank_context=SimpleNamespace(rank=2), _live=list
+    )
+    request: Any = SimpleNamespace(targets=lambda _: frozenset(targets), dtype=None, bucket_bytes=7)
+    sent = list(models.PeftModels._adapter_buckets(adapted, request, per_expert=False))
+    assert gathered == [everywhere]
+    assert sent == ([("tensor", 7)] if receives else [])

@@ -35,7 +35,22 @@ def megatron(**settings: Any) -> SimpleNamespace:
         ("qwen3_vl", {}, {"vision_fields": None}, "has no vision model"),
         ("gemma3", {}, {"attn_logit_softcapping": 30.0}, "softcapping cannot be combined with images"),
         ("gemma4-e2b", {}, {"pad_token_id": None}, "pad_token_id is null, of which images take"),
-        ("qwen3_5", {}, {"mtp_num_layers": 1}, "set mtp_num_layers to 0"),
+        (
+            "gemma3",
+            {},
+            {"mtp_num_layers": 1},
+            "attend in both directions, because .* set mtp_num_layers to 0",
+        ),
+        (
+            "qwen3_5",
+            {
+                "pipeline_model_parallel_size": 3,
+                "virtual_pipeline_model_parallel_size": 1,
+                "pipeline_model_parallel_layout": "Et*2|t*2m|L",
+            },
+            {"mtp_num_layers": 1},
+            "another pipeline stage than the loss .* move m of",
+        ),
         ("qwen3_vl", VIRTUAL, {}, "the first pipeline stage has 1 layer; .* the first 2"),
     ],
 )
@@ -45,6 +60,11 @@ def test_what_cannot_take_images_says_why(
     config = config_from_hf(tiny_vision.described(case)).replace_fields(**change)
     (problem,) = image_problems(config, ParallelLayout(**layout), megatron())
     assert re.search(message, problem)
+
+
+def test_mtp_layers_do_not_matter_without_training() -> None:
+    config = config_from_hf(tiny_vision.described("gemma3")).replace_fields(mtp_num_layers=1)
+    assert not image_problems(config, ParallelLayout(), megatron(), trains=False)
 
 
 def test_images_of_gemma3_are_256_tokens_that_see_each_other_if_the_file_does_not_say() -> None:

@@ -43,6 +43,39 @@ def test_a_fingerprint_leaves_out_padded_rows_of_the_vocabulary(
     assert len(fingerprint._true_rows(param(False), tensor, models)) == 4
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("others", "vpp", "count", "length"),
+    [((0, 0), 1, 2, None), ((3, 24), 1, 3, 24), ((3, 0), 2, 4, None), ((9, 0), 2, 12, None)],
+)
+def test_all_ranks_have_the_rows_of_the_one_with_most(
+    packed: bool, others: tuple[int, int], vpp: int, count: int, length: int | None, monkeypatch
+) -> None:
+    """This rank has three sequences in micro-batches of two; padded to a multiple of 8."""
+
+    def largest(box: torch.Tensor, operation: Any) -> None:
+        assert operation == torch.distributed.ReduceOp.MAX
+        box.copy_(torch.maximum(box, torch.tensor(others)))
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", largest)
+    monkeypatch.setattr(forward, "sequence_multiple", lambda *_, **__: 8)
+    megatron = SimpleNamespace(
+        **dict.fromkeys(("sequence_parallel", "fp8", "fp8_recipe", "transformer_impl")),
+        microbatch_group_size_per_vp_stage=None,
+    )
+    layout = SimpleNamespace(pp=4, vpp=vpp)
+    models: Any = SimpleNamespace(rank_context=SimpleNamespace(layout=layout), megatron=megatron)
+    sequences = [torch.arange(9), torch.arange(3), torch.arange(5)]
+    batch: Any = SimpleNamespace(positions=lambda: sequences, micro_batch_size=2, packed=packed)
+    rows = _Rows(models, batch, [])
+    assert (rows.count, rows.height, rows._longest) == (count, 1 if packed else 2, 9)
+    assert rows.length == (length or (24 if packed else 16))
+    batch.positions = list
+    empty = _Rows(models, batch, [])
+    assert (empty._longest, empty.length) == (0, max(8, others[1]))
+    assert empty.count == max(others[0], 1) if vpp == 1 else empty.count == -(-others[0] // 4) * 4
+
+
 @pytest.mark.parametrize("lengths", [(), (3,), (2, 5, 4)])
 def test_ropes_are_as_long_as_the_longest_sequence(lengths, monkeypatch):
     longest: list[int] = []

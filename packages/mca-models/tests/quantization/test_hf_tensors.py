@@ -111,6 +111,14 @@ def test_scales_of_other_dtypes(tmp_path: Path, dtype: torch.dtype) -> None:
     assert bits(tensor.read()) == bits(straightforward(weight, 2.0**exponents, 128, torch.bfloat16))
 
 
+@pytest.mark.parametrize("exponent", [254, 255])
+def test_scales_that_are_too_large_make_no_warning(exponent: int, tmp_path: Path) -> None:
+    weight = torch.tensor([[448.0, 0.0]] * 2).to(torch.float8_e4m3fn)
+    scale = torch.full((1, 1), exponent, dtype=torch.uint8)
+    tensor: Any = dequantize(stored(tmp_path, {"w": weight, "w_scale_inv": scale}), FP8, "F32")["w"]
+    assert np.isinf(tensor.read()[:, 0]).all()
+
+
 @pytest.mark.parametrize("config", [FP8, {"quantization_config": {"quant_method": "fp8"}}])
 def test_one_scale_for_a_whole_tensor(tmp_path: Path, config: Any) -> None:
     weight, _ = fp8((140, 260))

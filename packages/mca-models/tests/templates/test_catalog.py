@@ -75,7 +75,7 @@ def test_the_documented_families_are_those_of_the_catalog() -> None:
     assert update_document(text.replace("| `llama` |", "| `lama` |"), page.TABLES) == text
 
 
-@pytest.mark.parametrize("kind", ["mamba", "bert", "hy_v4"])
+@pytest.mark.parametrize("kind", ["rwkv", "bert", "hy_v4"])
 def test_errors_say_why(kind: str) -> None:
     with pytest.raises(McaError, match="is not supported: ") as error:
         config_from_hf({"model_type": kind})

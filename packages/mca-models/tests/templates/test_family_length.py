@@ -22,6 +22,7 @@ LONGER = {
             "glm4v",
             "internvl",
             "kimi_k25",
+            "lfm3_vl",
             "llama4",
             "minimax_m3_vl",
             "ovis2",
@@ -29,8 +30,8 @@ LONGER = {
         ),
     ),
     "layers with a state beside those with attention, under keys and names of their own": (
-        *("bailing_hybrid", "falcon_h1", "granitemoehybrid", "jamba", "kimi_linear", "lfm3", "minimax"),
-        *("nemotron_h", "olmo_hybrid", "qwen3_5_text", "qwen3_next"),
+        *("bailing_hybrid", "falcon_h1", "granitemoehybrid", "jamba", "kimi_linear", "lfm3", "mamba"),
+        *("minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_text", "qwen3_next"),
     ),
     "a dense form and one with experts": ("qwen3_vl",),
     "windows, ropes, heads, norms or experts that differ by layer, in several forms of config.json": (

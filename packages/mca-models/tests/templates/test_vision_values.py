@@ -12,6 +12,7 @@ import transformers
 
 from mca_config.errors import McaError
 from mca_models.templates import config_from_hf, config_to_hf, get_family
+from mca_models.templates.parts.vision_values import VisionValues
 
 GEMMA = json.loads((Path(__file__).parents[1] / "data/vision_configs/gemma-3-27b.json").read_text())
 WRONG = (None, "x", "1", -1, 0, 1.5, True, [], [14, 14], [1, "x"], {"a": 1}, 10**30, float("inf"))
@@ -32,6 +33,55 @@ def test_a_value_of_no_use_is_named(key: str, value: object, wanted: str) -> Non
     with pytest.raises(McaError) as caught:
         config_from_hf(hf)
     assert str(caught.value) == f"'vision_config.{key}' of config.json is {value!r}; expected {wanted}"
+
+
+READERS: dict[str, tuple[Any, list[Any], list[Any]]] = {
+    "size": (1, [1, 1 << 22], [0, -1, (1 << 22) + 1, True, 1.0, None, "1", [1]]),
+    "layers": (1, [1, 1 << 12], [0, (1 << 12) + 1, True, 1.0, None]),
+    "sides": (
+        (2, 3),
+        [1, [1, 2], (1 << 22, 1)],
+        [0, [], [1], [1, 2, 3], [1, 0], [0, 1], (1, (1 << 22) + 1), None],
+    ),
+    "pairs": (
+        [(2, 3)],
+        [[(1, 2)], [[1, 2], [3, 4]]],
+        [[], [(1, 2), (1, 0)], [(1, 0), (1, 2)], [(1,)], (1, 2), None],
+    ),
+    "factor": (1.0, [1e-9, 1, 1 << 22], [0, 0.0, -1, (1 << 22) + 1, float("inf"), float("nan"), True, None]),
+    "flag": (True, [True, False, None], ["true", 2, [], "no"]),
+    "indexes": ((1,), [[], [0], (-1, 5)], [[True], [1, "2"], [1.0], 1, None]),
+    "index_or_more": (1, [0, -1, [2], (3, 4)], [[], [1, None], True, 1.0, None]),
+}
+
+
+READ: dict[tuple[str, str], Any] = {
+    ("sides", "1"): [1, 1],
+    ("flag", "None"): False,
+    ("index_or_more", "0"): [0],
+    ("index_or_more", "-1"): [-1],
+}
+"""What a reader returns where that is not the value itself."""
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_values_are_read_up_to_their_limits(reader: str) -> None:
+    default, right, wrong = READERS[reader]
+    absent = getattr(VisionValues({}), reader)("key", default)
+    assert absent == getattr(VisionValues({"key": default}), reader)("key", default)
+    for value in right:
+        found = getattr(VisionValues({"key": value}), reader)("key", default)
+        assert json.loads(json.dumps(found)) == json.loads(json.dumps(READ.get((reader, repr(value)), value)))
+    for value in wrong:
+        with pytest.raises(McaError, match=r"^'vision_config\.key' of config\.json is .*; expected "):
+            getattr(VisionValues({"key": value}, "vision_config."), reader)("key", default)
+
+
+def test_a_choice_is_one_of_its_words() -> None:
+    assert VisionValues({}).choice("key", "a", "b") == "a"
+    assert VisionValues({"key": "b"}).choice("key", "a", "b") == "b"
+    with pytest.raises(McaError, match=r"'key' of config\.json is 'c'; expected 'a' or 'b'"):
+        VisionValues({"key": "c"}).choice("key", "a", "b")
 
 
 def changed(hf: dict[str, Any]) -> Iterator[dict[str, Any]]:

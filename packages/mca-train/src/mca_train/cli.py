@@ -3,6 +3,7 @@
 It imports no torch; ``reference.program`` describes the commands, ``run`` executes them.
 """
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -63,10 +64,12 @@ def _run(known: Program, words: list[str]) -> int:
     from mca_train.run.settings import load_values
 
     values, where = load_values(config, overrides)
-    if command == "plan" or not started_by_launcher():
+    is_rank = started_by_launcher() and command != "plan"
+    if not is_rank:
         one_thread_until_forked()  # before torch is imported below
-        if "torch" not in sys.modules and _fails_before_imports(command, kind, values, where, options):
-            return 2
+    fails = _fails_on_rank if is_rank else _fails_before_imports
+    if "torch" not in sys.modules and fails(command, kind, values, where, options):
+        return 2
     if command == "tokenize":
         from mca_train.run.tokenize_command import tokenize
 
@@ -87,6 +90,26 @@ def _run(known: Program, words: list[str]) -> int:
     return run(kind, values, where, again)
 
 
+def _fails_on_rank(command: str, kind: Task | None, values: Values, where: str, options: "Namespace") -> bool:
+    """Check a run on a rank that torchrun or another launcher started.
+
+    Returns:
+        True if the run is wrong and the first rank of this machine, which raises the error, is another one.
+    """
+    from mca_train.launch.environment import LISTENER
+    from mca_train.run.settings import check_run
+
+    if LISTENER in os.environ or kind is None or command != kind.name:
+        return False  # mca-train has checked the run before it started the rank
+    try:
+        check_run(kind, values, where, launched=True)
+    except McaError:
+        if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+            raise
+        return True
+    return False
+
+
 def _fails_before_imports(
     command: str, kind: Task | None, values: Values, where: str, options: "Namespace"
 ) -> bool:
@@ -97,19 +120,19 @@ def _fails_before_imports(
     """
     from mca_config.parser import from_namespace
     from mca_train.plan.options import PlanOptions
-    from mca_train.run import early_check
+    from mca_train.run import settings
 
     if command == "tokenize":
-        early_check.check_tokenize(values, where)
+        settings.check_tokenize(values, where)
     elif command == "data":
-        early_check.check_data(kind, values, where)
+        settings.check_data(kind, values, where)
     elif command == "plan" or kind is None:
         chosen = from_namespace(PlanOptions, options)
-        problems = early_check.plan_problems(kind, values, where, chosen)
+        problems = settings.plan_problems(kind, values, where, chosen)
         sys.stdout.write(chosen.render_impossible(problems) if problems else "")
         return bool(problems)
     else:
-        early_check.check_run(kind, values, where)
+        settings.check_run(kind, values, where)
     return False
 
 

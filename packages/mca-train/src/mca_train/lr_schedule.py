@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 ParamGroup = dict[str, Any]
 """One of an optimizer's parameter groups, with parameters and hyperparameters of torch and Megatron."""
+_STEPS = 1000  # of a schedule that is built only as a check
 
 
 def followed_metric(name: str | None, greater_is_better: bool | None) -> str | None:
@@ -130,9 +131,6 @@ class LearningRate:
             return
         self.scheduler.last_epoch = rest["last_epoch"] if counts_steps else steps
         self._compute()
-
-
-_STEPS = 1000  # of a schedule that is built only as a check
 
 
 def schedule_problems(training: "TrainingArguments") -> Iterator[str]:

@@ -21,6 +21,7 @@ class Batch:
     attention_ends: torch.Tensor | None = None
     feature_rows: torch.Tensor | None = None
     images: Mapping[str, torch.Tensor] | None = None
+    has_media: bool = False
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -33,6 +34,17 @@ def test_sequences_are_rows_of_a_batch_and_follow_each_other_in_a_pack(packed: b
     rows = [[1, 3, 3, 4], [1, 2, 3, 4]]
     assert joined.attention_ends is not None
     assert joined.attention_ends.tolist() == ([[*rows[0], *rows[1]]] if packed else rows)
+    assert joined.has_media and joined.feature_rows is None
+
+
+def test_stages_with_mtp_layers_get_the_rows_of_features_without_pixels() -> None:
+    images = SampleImages(places=(ImageSpan(1, 1, 2),), tensors=dict)
+    batch: Any = Batch(None)
+    joined = ImageBatching(decodes=False, predicts=True).add_images(
+        batch, [({}, True), ({"images": images}, True)], [3, 3], lambda tensor, axis: tensor
+    )
+    assert joined.images is None and joined.feature_rows is not None
+    assert joined.feature_rows.tolist() == [[-1, -1, -1], [-1, 0, 1]]
 
 
 def test_pixels_of_images_are_padded_at_the_bottom_and_at_the_right() -> None:

@@ -83,4 +83,4 @@ def test_weights_of_a_trained_part_are_not_gathered_while_it_runs():
 def test_a_planned_adapter_is_on_the_trained_parts_alone(parts):
     lora = LoraArguments(lora_rank=2, lora_target_modules=["all-linear"])
     _, rules = make_adapter(lora, BOTH, parts)
-    assert {pair.target.sees for pair in rules.factors} == {parts != {"language"}}
+    assert {pair.target.is_vision for pair in rules.factors} == {parts != {"language"}}

@@ -267,6 +267,18 @@ def test_a_file_that_changed_is_named_when_a_batch_is_made(tokenizer, folder):
         sample["images"].tensors()
 
 
+def test_samples_that_are_no_numbers_are_named_when_a_batch_is_made(tokenizer, folder):
+    """The loss would be NaN without a hint of the row."""
+    samples = np.zeros(16000, np.float32)
+    samples[[5, 900]] = np.nan, np.inf
+    soundfile.write(folder / "nan.wav", samples, 16000, subtype="FLOAT")
+    (sample,) = load([asked({"type": "audio", "path": "nan.wav"}, text("?"))], tokenizer, folder)
+    with pytest.raises(
+        McaError, match=r"^train_file, row 0: audio .*nan.wav: 2 of 16000 samples are infinite or"
+    ):
+        sample["images"].tensors()
+
+
 def test_clips_can_be_read_after_a_fork(folder):
     """Workers of a loader are forked from a process that may have read clips itself."""
     AudioFile(str(folder / "low.wav")).samples(8000)

@@ -53,6 +53,7 @@ FORMS = {
         "conversations": [{"from": "human", "value": "<image>what?"}, {"from": "gpt", "value": "red"}],
         "images": ["wide.png"],
     },
+    "tag-in-part": lambda folder: {**asked(text("<image>what?")), "images": ["wide.png"]},
     "alpaca": lambda folder: {"instruction": "<image>what?", "output": "red", "images": ["wide.png"]},
     "qwen-parts": lambda folder: asked({"image": "wide.png"}, {"text": "what?"}),
     "responses": lambda folder: asked(
@@ -126,6 +127,13 @@ WRONG = {
         "messages": [{"role": "user", "content": "<image><image>?"}, ANSWER],
         "images": ["small.png"],
     },
+    "row 0: 0 placeholders of images .*, or parts of type image without a file. but 1 image": {
+        **asked({"type": "image", "path": "small.png"}, text("?")),
+        "images": ["small.png"],
+    },
+    "row 0: a part of type image has file, and no file: expected one of image, image_url, path": asked(
+        {"type": "image", "file": "small.png"}, text("?")
+    ),
     "row 0: 1 placeholder of images .* but 0 images": {**asked({"type": "image"}, text("?")), "images": []},
     "row 0: image .*nowhere.png is not there": asked({"type": "image", "path": "nowhere.png"}),
     "row 0: image .*broken.png is no image that PIL can read": asked({"type": "image", "path": "broken.png"}),
@@ -155,6 +163,14 @@ def test_what_is_wrong_with_a_row_is_told_in_one_line(reported, tokenizer, folde
     with pytest.raises(McaError, match=f"^train_file, {reported}") as caught:
         load([WRONG[reported]], tokenizer, folder)
     assert "\n" not in str(caught.value)
+
+
+def test_a_tag_is_text_next_to_typed_placeholders(tokenizer, folder):
+    (sample,) = load(
+        [{**asked({"type": "image"}, text("an <image> tag")), "images": ["wide.png"]}], tokenizer, folder
+    )
+    assert "an <image> tag" in tokenizer.decode(sample["input_ids"])
+    assert len(placed(sample)) == 1
 
 
 @pytest.mark.parametrize("column", [True, False])

@@ -1,6 +1,8 @@
 """Counts for expert biases, and the tokens within a limited capacity."""
 
+import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -83,3 +85,83 @@ def test_layers_are_not_walked_where_none_looks_further_ahead() -> None:
     counted = torch.zeros(1, 4)
     batch = SimpleNamespace(segments_at_depth=lambda: counted)
     assert pass_sequence_ids(batch, SimpleNamespace(config=config, pre_process=True)) is counted
+
+
+def router(segments: list[int], **more: Any) -> Any:
+    """Three experts, of which a token has two; losses are averaged over ten tokens."""
+    state = moe_aux.AuxLossState(0, capacity=None)
+    state.tokens, state.items_per_token, state.num_segments = 10.0, 0.5, 3
+    state.segments = torch.tensor(segments)
+    settings: dict[str, Any] = {"moe_z_loss_coeff": 0.1} | more
+    return SimpleNamespace(
+        num_experts=3, topk=2, mca_aux_loss=state, training=True, config=SimpleNamespace(**settings)
+    )
+
+
+def test_a_balancing_loss_is_one_where_experts_have_equal_loads() -> None:
+    """Sum over experts of: mean score, times the share of choices, times the number of experts."""
+    scores = torch.tensor([[0.5, 0.25, 0.25], [0.125, 0.5, 0.375]])
+    equal = moe_aux._balance(router([0, 1]), scores, torch.tensor([4, 4, 4]))
+    assert float(equal) == pytest.approx(2.0, rel=1e-6), "two tokens"
+    load = torch.tensor([6, 2, 4])
+    share = [6 * 3 / 12, 2 * 3 / 12, 4 * 3 / 12]
+    by_hand = (0.5 + 0.125) * share[0] + 0.75 * share[1] + 0.625 * share[2]
+    assert float(moe_aux._balance(router([0, 1]), scores, load)) == pytest.approx(by_hand, rel=1e-6)
+    loads = torch.tensor([[4, 4, 4], [6, 2, 4], [0, 0, 0]])
+    of_second = 0.125 * share[0] + 0.5 * share[1] + 0.375 * share[2]
+    found = moe_aux._balance(router([0, 1]), scores, loads, torch.tensor([0, 1]))
+    assert float(found) == pytest.approx(1 + of_second, rel=1e-6)
+    assert float(moe_aux._balance(router([0, 1]), scores, torch.zeros(3))) == 0
+    few = moe_aux._balance(router([0, 1]), scores, torch.tensor([1, 0, 0]))
+    assert float(few) == pytest.approx(0.625 * 1.5, rel=1e-6), "a sequence has at least one token"
+
+
+def test_hugging_faces_balancing_loss_takes_the_softmax_without_padding() -> None:
+    each = router([0, -1], **{moe_aux.HF_AUX_LOSS: True})
+    each.mca_aux_loss.logits = torch.tensor([[1.0, 2.0, 4.0], [9.0, 9.0, 9.0]])
+    found = moe_aux._balance(each, torch.full((2, 3), 7.0), torch.tensor([6, 2, 4]))
+    expected = torch.tensor([1.0, 2.0, 4.0]).softmax(0) @ torch.tensor([1.5, 0.5, 1.0])
+    assert float(found) == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_the_z_loss_squares_the_log_sum_of_real_tokens() -> None:
+    platform.prepare()
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(1.0))
+    each, logits = router([0, -1, 1]), torch.tensor([[0.0, 1.0], [5.0, 5.0], [2.0, 0.0]], requires_grad=True)
+    result = moe_aux._z_loss(each, logits)
+    by_hand = sum(math.log(math.exp(a) + math.exp(b)) ** 2 for a, b in ((0, 1), (2, 0)))
+    assert float(each.mca_aux_loss.losses["z_loss"]) == pytest.approx(by_hand / 10, rel=1e-6)
+    assert torch.equal(result, logits)
+    (gradient,) = torch.autograd.grad(result.sum(), logits)
+    squares = torch.logsumexp(logits, -1).square()[[0, 2]].sum() * 0.1 * 0.5
+    (own,) = torch.autograd.grad(squares, logits)
+    torch.testing.assert_close(gradient, 1 + own)
+    moe_aux._z_loss(each, logits)
+    assert float(each.mca_aux_loss.losses["z_loss"]) == pytest.approx(by_hand / 5, rel=1e-6), "added up"
+    each.training = False
+    assert moe_aux._z_loss(each, logits) is logits
+    assert moe_aux._z_loss(router([0, 0, 0], moe_z_loss_coeff=None), logits) is logits
+
+
+def test_a_router_gets_the_padding_and_counts_its_load() -> None:
+    platform.prepare()
+    each, logits = router([]), torch.tensor([[[3.0, 2.0, 1.0]], [[1.0, 3.0, 2.0]], [[3.0, 1.0, 2.0]]])
+    each.score_function, each.config.moe_router_fusion = "softmax", False
+    seen: list[Any] = []
+
+    def plain(given: torch.Tensor, padding: torch.Tensor | None) -> str:
+        seen.append((each.mca_aux_loss.logits.tolist(), padding))
+        return "routed"
+
+    mask = torch.tensor([[False], [False], [True]])
+    assert moe_aux._route(each, plain, logits, mask) == "routed"
+    assert each.mca_aux_loss.segments.tolist() == [0, 0, -1]
+    assert seen[0][0] == logits.flatten(0, 1).tolist() and torch.equal(seen[0][1], mask)
+    assert each.mca_aux_loss.logits is None
+    each.mca_aux_loss.counting, each.mca_aux_loss.load = True, torch.zeros(3)
+    moe_aux._route(each, plain, logits, mask)
+    assert each.mca_aux_loss.load.tolist() == [1, 2, 1]
+    moe_aux._route(each, plain, logits)
+    assert each.mca_aux_loss.load.tolist() == [3, 4, 3] and seen[-1][1] is None

@@ -167,3 +167,15 @@ def test_clips_of_several_windows_have_a_longest(name: str, seconds: int) -> Non
 def test_frames_of_a_fixed_size_have_no_other() -> None:
     with pytest.raises(UsageError, match=r"--image_size 112: .* are all of 448 pixels"):
         plan_videos(published("internvl3-78b"), ALL, LONG, takes=True, count=1, pixels=112)
+
+
+@pytest.mark.parametrize(
+    ("name", "other", "side"), [("llava-onevision-qwen2-7b", 500, 384), ("gemma-4-e2b", 768, 384)]
+)
+def test_images_may_have_another_size_than_frames(name: str, other: int, side: int) -> None:
+    request = {"takes": True, "count": 1, "frames": FRAMES}
+    with pytest.raises(UsageError, match=f"--image_size {other}: frames of .* are all of {side} pixels"):
+        plan_videos(published(name), ALL, LONG, **request, pixels=other)
+    both = plan_videos(published(name), ALL, LONG, **request, pixels=other, with_images=True)
+    assert both == plan_videos(published(name), ALL, LONG, **request)
+    assert both is not None and both.pixels == side

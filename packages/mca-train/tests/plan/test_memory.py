@@ -10,7 +10,7 @@ from mca_config import TrainingArguments
 from mca_config.errors import McaError
 from mca_models.templates import config_from_hf
 from mca_train.config.model import model_config
-from mca_train.plan.memory import make_plan
+from planned_training import make_plan
 
 GIB = 1024**3
 LAYERS, HIDDEN, EXPERTS, WIDTH, VOCABULARY = 48, 2048, 128, 768, 151936

@@ -1,4 +1,4 @@
-"""Images and clips that a plan assumes for each published model, to twelve digits, and the file that records them.
+"""Images, videos and clips that a plan assumes for each published model, to twelve digits, and their record.
 
     .venv/bin/python packages/mca-train/tests/plan/test_recorded_media.py    # records what the planner says now
 
@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from mca_models.templates import config_from_hf
+from mca_config.model_config import McaModelConfig
+from mca_models.templates import config_from_hf, get_family
 from mca_train.plan.audio_memory import plan_clips
-from mca_train.plan.vision_memory import plan_images
+from mca_train.plan.vision_memory import plan_images, plan_videos
 
 HERE = Path(__file__).parent
 CONFIGS = HERE.parents[2] / "mca-models/tests/data/vision_configs"
@@ -28,7 +29,7 @@ SIZES: Any = SimpleNamespace(sequences=3, width=2)
 
 
 def media(name: str) -> dict[str, list[float]]:
-    """Return the numbers of two images and two clips in a sequence, by medium and trained parts."""
+    """Return the numbers of an image, two videos and a clip in a sequence, by medium and trained parts."""
     config = config_from_hf(json.loads((CONFIGS / f"{name}.json").read_text()))
     found: dict[str, list[float]] = {}
     for trained in TRAINED:
@@ -41,7 +42,19 @@ def media(name: str) -> dict[str, list[float]]:
             kept = [line.bytes for line in each.lines(SIZES)]
             values = [each.count, each.tokens, each.flops(2), each.running(SIZES), *kept]
             found[f"{medium}, {' '.join(sorted(trained))}"] = [float(f"{value:.12g}") for value in values]
-    return found
+    return found | videos(config)
+
+
+def videos(config: McaModelConfig) -> dict[str, list[float]]:
+    """Return the numbers of two videos in a sequence; empty for a model without."""
+    family = get_family(config.model_type).vision
+    if family is None or family.video_tokens is None:
+        return {}
+    each = plan_videos(config, TRAINED[-1], 1 << 17, takes=True, count=2, frames=7)
+    assert each is not None
+    kept = [line.bytes for line in each.lines(SIZES)]
+    values = [each.count, each.tokens, each.length, each.pixels, each.flops(2), each.running(SIZES), *kept]
+    return {"videos": [float(f"{value:.12g}") for value in values]}
 
 
 def names() -> list[str]:

@@ -15,8 +15,8 @@ from mca_models.templates import config_from_hf
 from mca_models.templates.parts.mla import latent_sizes, saved_core
 from mca_train.plan import te_layers
 from mca_train.plan.chunks import ChunkSpec, Implementation
-from mca_train.plan.memory import make_plan
 from mca_train.plan.sizes import Sizes
+from planned_training import make_plan
 
 ROOT = Path(__file__).parents[4]
 DATA = ROOT / "packages/mca-models/tests/data"

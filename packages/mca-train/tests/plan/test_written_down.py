@@ -9,7 +9,7 @@ import pytest
 
 from mca_config import TrainingArguments
 from mca_models.templates import config_from_hf, get_family
-from mca_train.plan.memory import make_plan
+from planned_training import make_plan
 
 DATA = Path(__file__).parents[3] / "mca-models/tests/data/published.json"
 SIZES: dict[str, Any] = json.loads(DATA.read_text())

@@ -1,6 +1,8 @@
 """Errors of usage are reported before torch and transformers are imported, as the checks after the imports do."""
 
+import inspect
 import json
+import os
 import subprocess
 import sys
 from dataclasses import fields
@@ -8,11 +10,16 @@ from pathlib import Path
 
 import pytest
 import yaml
+from transformers.integrations import get_available_reporting_integrations
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
+from transformers.trainer_utils import SchedulerType
 
 from mca_config.errors import McaError
-from mca_train.run.early_check import check_run
+from mca_train.config import early_rules
+from mca_train.run.early_columns import read_columns
 from mca_train.run.rules import check
-from mca_train.run.settings import load_values, make_settings
+from mca_train.run.settings import check_run, load_values, make_settings
 from mca_train.tasks.table import TASKS
 
 HEAVY = ("torch", "transformers", "megatron", "datasets")
@@ -42,6 +49,28 @@ USAGES = (
         ["classify", "RUN", "--num_labels", "2", "--metric_for_best_model", "margin"],
         "classify evaluates loss",
     ),
+    (["sft", "RUN", "--optim", "adafactor"], "optim must be adamw_torch or adamw_torch_fused or sgd, not 'a"),
+    (["sft", "RUN", "--report_to", "wnadb"], "report_to is 'wnadb'; expected none, all or some of azure_ml"),
+    (["sft", "RUN", "--report_to", "clearml"], "report_to clearml needs the package clearml"),
+    (
+        ["sft", "RUN", "--lr_scheduler_type", "cosine", "--lr_scheduler_kwargs", '{"num_cycle": 2}'],
+        "lr_scheduler_type cosine has no num_cycle; expected some of num_cycles",
+    ),
+    (
+        ["sft", "RUN", "--lr_scheduler_kwargs", "{power: 2}"],
+        "is '{power: 2}'; expected a mapping",
+    ),
+    (["sft", "RUN", "--lora_rank", "4", "--lora_target_modules", "q_prj"], "['q_prj'] matches no linear"),
+    (["plan", "sft", "RUN", "--lora_rank", "4", "--lora_target_modules", "q_prj"], "matches no linear"),
+    (["sft", "RUN", "--train_file", "wrong.jsonl"], "train_file: columns body, title; expected 'messages'"),
+    (["sft", "RUN", "--eval_file", "wrong.jsonl"], "eval_file: columns body, title; expected 'messages'"),
+    (["pretrain", "RUN", "--train_file", "wrong.jsonl"], "train_file: wrong.jsonl: no column 'text'"),
+    (["dpo", "RUN"], "train_file: no column 'chosen' (columns: text)"),
+    (["reward", "RUN"], "train_file: no column 'chosen' (columns: text)"),
+    (["kto", "RUN"], "train_file: no column 'label' (columns: text); set label_column"),
+    (["classify", "RUN", "--num_labels", "2"], "train_file: no column 'label' (columns: text)"),
+    (["data", "sft", "RUN", "--train_file", "wrong.jsonl"], "train_file: columns body, title"),
+    (["tokenize", "RUN", "--train_file", "wrong.jsonl"], "no column 'text' (columns: body, title)"),
     (["plan", "sft", "RUN", "--seq_lenth", "64"], "did you mean 'seq_length'?"),
     (
         ["plan", "sft", "RUN", "--model_name_or_path", "none"],
@@ -61,6 +90,7 @@ def test_wrong_usage_is_reported_before_heavy_imports(run, tmp_path):
     """Run every usage in one process and look at its modules at the end."""
     file = run(model_name_or_path="model", train_file="a.jsonl", output_dir="out")
     (tmp_path / "broken.yaml").write_text("a: [")
+    (tmp_path / "wrong.jsonl").write_text('{"body": "x"}\n\n{"title": "y", "body": "z"}\n')
     commands = [[file if word == "RUN" else word for word in words] for words, _ in USAGES]
     code = f"""
 import contextlib, io, json, sys
@@ -79,6 +109,59 @@ print(json.dumps(found))
     for (words, message), (exit_code, error, heavy) in zip(USAGES, json.loads(done.stdout), strict=True):
         assert (exit_code, heavy) == (2, []), (words, error)
         assert message in error, words
+
+
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_a_rank_of_torchrun_reports_before_heavy_imports_and_once_for_a_machine(local_rank, run, tmp_path):
+    """The start itself is left to the ranks: after a restart `output_dir` has the checkpoints of this run."""
+    file = run(learning_rate="fast" if local_rank else 0.1, lr_scheduler_kwargs={"power": 1}, ddp_timeout=1)
+    (tmp_path / "out" / "checkpoint-3").mkdir(parents=True)
+    environment = os.environ | {"RANK": f"{4 + local_rank}", "WORLD_SIZE": "8", "LOCAL_RANK": f"{local_rank}"}
+    code = f"import sys; from mca_train.cli import main; main(['sft', {file!r}]); "
+    code += f"print([name for name in {HEAVY!r} if name in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=tmp_path,
+        env=environment,
+    )
+    assert done.stdout == "[]\n"
+    error = f"error: {file}: lr_scheduler_kwargs: lr_scheduler_type linear has no power; remove lr_scheduler_kwargs\n"
+    assert done.stderr == ("" if local_rank else error)
+
+
+def test_columns_are_those_of_all_rows_of_files_that_can_be_read_quickly(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('\ufeff{"a": 1}\n{"b": 2, "a": 3}\n', encoding="utf-8")
+    assert read_columns(str(rows), "train_file") == ("a", "b")
+    text = tmp_path / "rows.txt"
+    text.write_text("words")
+    assert read_columns(str(text), "train_file") == ("text",)
+    for name, content in (
+        ("list.json", "[1]\n"),
+        ("torn.jsonl", '{"a": '),
+        ("rows.parquet", "PAR1"),
+        ("a.csv", "a\n"),
+    ):
+        (tmp_path / name).write_text(content)
+        assert read_columns(str(tmp_path / name), "train_file") is None, name
+    assert read_columns("https://example.org/rows.jsonl", "train_file") is None
+
+
+def test_names_of_loggers_and_settings_of_schedules_are_those_of_transformers():
+    assert early_rules.known_integrations() == tuple(INTEGRATION_TO_CALLBACK)
+    available = get_available_reporting_integrations()
+    installed = {name for name in INTEGRATION_TO_CALLBACK if early_rules.is_installed(name)}
+    assert installed >= {*available}
+    assert installed - {*available} <= {"kubeflow", "dagshub", "flyte"}
+    parameters = early_rules.schedule_parameters()
+    assert len(parameters) >= 8
+    for name, known in parameters.items():
+        declared = inspect.signature(TYPE_TO_SCHEDULER_FUNCTION[SchedulerType[name]]).parameters
+        needed = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}
+        assert {*known} == {*declared} - needed, name
 
 
 RUNS = {

@@ -1,10 +1,12 @@
 """The parts of one step, in their order and with its number."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from mca_train.batching.position import RunPosition
 from mca_train.trainer.loop import Loop
 
 
@@ -65,3 +67,37 @@ def test_the_first_and_the_last_step_are_logged_if_steps_are(step: int, strategy
     )
     Loop._request_log(made)
     assert control.should_log is logs
+
+
+def test_checkpoints_are_saved_by_the_method_that_users_override() -> None:
+    events: list[Any] = []
+    control = SimpleNamespace(
+        should_log=False, should_evaluate=False, should_training_stop=False, should_save=True
+    )
+    made = loop(
+        events,
+        state=SimpleNamespace(global_step=2),
+        control=control,
+        _save_checkpoint=lambda *values: events.append(values),
+    )
+    made._model, made._progress = "model", SimpleNamespace(started_at_step=0)
+    made._logger.meter = SimpleNamespace(pause=nullcontext)
+    made._saver = SimpleNamespace(checkpoints=SimpleNamespace(finishing_on_error=nullcontext))
+    Loop._log_evaluate_save(made)
+    assert events == [("enter", "saving", 2), ("model", None)]
+    assert not control.should_save
+
+
+def test_workers_are_seeded_by_the_epoch_and_the_first_sample() -> None:
+    events: list[Any] = []
+    made = loop(events, args=SimpleNamespace(ignore_data_skip=False))
+    made._progress = SimpleNamespace(position=RunPosition(epoch=2, samples=6))
+    seeded = SimpleNamespace(seed_workers=lambda *values: events.append(("seed", *values)))
+    made._data = SimpleNamespace(loaders=seeded, steps=lambda *_: ())
+    made._watch.stopped = True
+    sampler: Any = SimpleNamespace(
+        steps_after=lambda samples: 1, set_epoch=lambda *values: events.append(("epoch", *values))
+    )
+    loader: Any = "loader"
+    Loop._run_epoch(made, 2, loader, sampler)
+    assert events == [("epoch", 2, 6), ("seed", "loader", 2, 6), ("fire", "on_epoch_begin")]

@@ -13,8 +13,8 @@ from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron import platform
 from mca_models.megatron.factory.transformer_config import transformer_config
-from mca_train.trainer import rules
-from mca_train.trainer.rules import warn_router_bias_step, warn_unused_options
+from mca_train.trainer import unused_options
+from mca_train.trainer.unused_options import warn_router_bias_step, warn_unused_options
 
 SIZES: dict[str, Any] = {
     **{
@@ -117,6 +117,6 @@ def test_saved_activations_are_not_distributed_over_one_tensor_rank() -> None:
     config: Any = SimpleNamespace(moe=None, layout=ParallelLayout(context_parallel_size=2))
     args: Any = SimpleNamespace(transformer_config_overrides=dict)
     megatron: Any = SimpleNamespace(mtp_num_layers=None, sequence_parallel=False)
-    groups = islice(rules._groups(args, config, megatron), 5)
+    groups = islice(unused_options._groups(args, config, megatron), 5)
     reasons = [reason for reason, _ in groups]
     assert reasons[3:] == ["one pipeline stage", "one tensor rank"]

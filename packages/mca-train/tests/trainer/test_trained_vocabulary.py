@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from mca_train.trainer import rules
+from mca_train.trainer import unused_options
 
 
 @pytest.mark.parametrize(
@@ -15,10 +15,10 @@ from mca_train.trainer import rules
 def test_one_trained_row_of_the_vocabulary_on_any_rank_is_enough(
     others: bool, trained: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rules, "all_gather", lambda mine: [others, mine])
+    monkeypatch.setattr(unused_options, "all_gather", lambda mine: [others, mine])
     params = [
         (SimpleNamespace(param=SimpleNamespace(vocab=vocab)), torch.ones(1, requires_grad=grad))
         for vocab, grad in ((False, True), (True, trained), (True, False))
     ]
     model: Any = SimpleNamespace(local_params=lambda: params)
-    assert rules._trains_vocabulary(model) is expected
+    assert unused_options._trains_vocabulary(model) is expected

@@ -68,16 +68,9 @@ class DistributingParallelArguments(DistributingOptions):
         same_pipeline = sizes.get("pipeline_model_parallel_size", base.pp) == base.pp
         if not same_pipeline or any(name in sizes for name in _SPLIT_FIELDS):
             inherited = {name: value for name, value in inherited.items() if name not in _SPLIT_FIELDS}
-        if base.etp == base.tp:
+        if base.expert_tensor_parallel_size is None:
             inherited["expert_tensor_parallel_size"] = None
         return ParallelLayout(**(inherited | sizes))
-
-    def adopt_layout(self, base: ParallelLayout) -> ParallelLayout:
-        """Write :meth:`layout` of ``base`` into the arguments, so that no size is None."""
-        layout = self.layout(base)
-        for name in LAYOUT_FIELDS:
-            setattr(self, name, getattr(layout, name))
-        return layout
 
     def grid(self, world_size: int, base: ParallelLayout | None = None) -> RankGrid:
         """Return the grid of ``world_size`` ranks with :meth:`layout`."""

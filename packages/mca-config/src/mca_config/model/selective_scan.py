@@ -1,8 +1,9 @@
 """Selective state-space layers of Mamba 1."""
 
 from dataclasses import dataclass
+from typing import Literal
 
-from mca_config.model.section import Section, Width
+from mca_config.model.section import NotNegative, Section, Width
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,3 +19,7 @@ class SelectiveScan(Section):
     scan_conv_kernel_dim: Width
     """Kernel size of the causal depthwise convolution, in tokens."""
     scan_conv_bias: bool = True
+    scan_norm: Literal["weighted", "plain", "none"] = "weighted"
+    """RMSNorms of the time steps, B and C: with weights, without, or none."""
+    scan_norm_epsilon: NotNegative | None = None
+    """Epsilon of these norms; None: ``layernorm_epsilon``."""

@@ -254,7 +254,10 @@ def _indexed_tensors(path: Path) -> list[TensorInfo]:
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise McaError(f"{path / INDEX}: has no 'weight_map' from tensor to file names; fetch the file again")
     files = sorted(set(weight_map.values()))
-    paths = {name: resolve_inside(path, name) for name in files}
+    try:
+        paths = {name: resolve_inside(path, name) for name in files}
+    except McaError as error:
+        raise with_location(error, path / INDEX) from None
     absent = [name for name in files if not paths[name].exists()]
     if absent:
         raise McaError(

@@ -28,26 +28,23 @@ MAX_SHARD_BYTES = 5 * 10**9
 METADATA = {"format": "pt"}  # transformers refuses files without it
 
 
-class HfLayout:
-    """All tensors of a HF checkpoint and the files they go to, before any byte is written.
-
-    Tensors keep the parameters' order; a file is closed when the next tensor would take it over
-    ``max_shard_bytes``.
+class HfTensors:
+    """All tensors of a HF checkpoint, in the order of the parameters.
 
     Args:
         params: All parameters of the model.
-        config: Of the model, with its final dtype.
+        config: Of the model.
         dtypes: Safetensors code of each parameter, by canonical name.
         wholes: Whole shape of each, without vocabulary padding.
-        max_shard_bytes: Size limit of one file's tensors.
         fp8: Weights of linears as blocks of fp8.
 
     Raises:
         McaError: transformers could not read this family's weights in fp8.
 
     Attributes:
-        config_text: The contents of ``config.json``.
+        tensors: Dtype code and shape of each tensor.
         scales: The tensor with the scales of each one in fp8.
+        duplicates: Tensors that the source held twice and that are written twice again: {copy: original}.
     """
 
     def __init__(
@@ -56,7 +53,6 @@ class HfLayout:
         config: McaModelConfig,
         dtypes: Mapping[str, str],
         wholes: Mapping[str, Shape],
-        max_shard_bytes: int = MAX_SHARD_BYTES,
         *,
         fp8: bool = False,
     ) -> None:
@@ -70,7 +66,6 @@ class HfLayout:
             [param for param in self.params if is_linear(param, wholes[param.mca_name()])] if fp8 else []
         )
         self._linears = {name for param in linears for name in param.hf_names()}
-        self.config_text = config_text(config, self._quantization(wholes) if fp8 else None)
         self.tensors: dict[str, tuple[str, Shape]] = {}
         for param in self.params:
             name = param.mca_name()
@@ -81,7 +76,6 @@ class HfLayout:
         self._copies: dict[str, tuple[str, ...]] = {}
         for name, other in self.duplicates.items():
             self._copies[other] = (*self._copies.get(other, ()), name)
-        self.files = self._shards(max_shard_bytes)
 
     def _add(self, param: Param, dtype: str, whole: Shape) -> None:
         experts = self.config.num_experts
@@ -93,6 +87,51 @@ class HfLayout:
             if name in self._linears:
                 self.scales[name] = name + SCALE_SUFFIX
                 self.tensors[name + SCALE_SUFFIX] = (fp8_write.SCALE_CODE, fp8_write.scale_shape(full))
+
+    def _duplicates(self) -> dict[str, str]:
+        """Return the tensors that are written twice."""
+        known = get_family(self.config.model_type).duplicated_hf_tensors(self.config)
+        return {name: known[name] for name in self.config.extra.get("hf_duplicates", ()) if name in known}
+
+    def written_as(self, name: str) -> tuple[str, ...]:
+        """Return ``name`` and every tensor that is written as a copy of it: a tied model's head."""
+        return (name, *self._copies.get(name, ()))
+
+
+class HfLayout(HfTensors):
+    """All tensors of a HF checkpoint and the files they go to, before any byte is written.
+
+    A file is closed when the next tensor would take it over ``max_shard_bytes``.
+
+    Args:
+        params: All parameters of the model.
+        config: Of the model, with its final dtype.
+        dtypes: Safetensors code of each parameter, by canonical name.
+        wholes: Whole shape of each, without vocabulary padding.
+        max_shard_bytes: Size limit of one file's tensors.
+        fp8: Weights of linears as blocks of fp8.
+
+    Raises:
+        McaError: As `HfTensors`, or ``config.json`` cannot be written.
+
+    Attributes:
+        config_text: The contents of ``config.json``.
+        files: Names of the tensors of each file.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Param],
+        config: McaModelConfig,
+        dtypes: Mapping[str, str],
+        wholes: Mapping[str, Shape],
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+        *,
+        fp8: bool = False,
+    ) -> None:
+        super().__init__(params, config, dtypes, wholes, fp8=fp8)
+        self.config_text = config_text(config, self._quantization(wholes) if fp8 else None)
+        self.files = self._shards(max_shard_bytes)
 
     def _quantization(self, wholes: Mapping[str, Shape]) -> JsonObject:
         """Return the ``quantization_config``, with the matrices outside of the embedding that are not quantised."""
@@ -106,11 +145,6 @@ class HfLayout:
             and param.stage is not Stage.FIRST
         }
         return {"quantization_config": fp8_write.fp8_quantization_config(list(left_out))}
-
-    def _duplicates(self) -> dict[str, str]:
-        """Tensors that the source held twice and that are written twice again: {copy: original}."""
-        known = get_family(self.config.model_type).duplicated_hf_tensors(self.config)
-        return {name: known[name] for name in self.config.extra.get("hf_duplicates", ()) if name in known}
 
     def _shards(self, limit: int) -> dict[str, list[str]]:
         shards: list[list[str]] = [[]]
@@ -128,24 +162,23 @@ class HfLayout:
         count = len(shards)
         return {f"model-{i:05d}-of-{count:05d}.safetensors": names for i, names in enumerate(shards, 1)}
 
-    def written_as(self, name: str) -> tuple[str, ...]:
-        """``name`` and every tensor that is written as a copy of it: a tied model's head."""
-        return (name, *self._copies.get(name, ()))
-
     def specs(self, file: str) -> list[tuple[str, str, Shape]]:
         """Return the arguments of ``plan_file`` for ``file`` (with ``METADATA``): (name, dtype code, shape)."""
         return [(name, *self.tensors[name]) for name in self.files[file]]
 
     def finish(self, directory: Path) -> dict[str, int]:
         """Write ``config.json`` and, with several files, the index into ``directory``; returns their sizes."""
-        written = {CONFIG: write_config(directory, self.config_text)}
+        small = self.small_files()
+        return {name: write_file(directory / name, content) for name, content in small.items()}
+
+    def small_files(self) -> dict[str, bytes]:
+        """Return the contents of the files that `finish` writes, by name."""
         if len(self.files) == 1:
-            return written
+            return {CONFIG: self.config_text}
         total = sum(prod(shape) * ITEM_SIZES[dtype] for dtype, shape in self.tensors.values())
         weight_map = {name: file for file, names in self.files.items() for name in names}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        written[INDEX] = write_file(directory / INDEX, json.dumps(index, indent=2).encode() + b"\n")
-        return written
+        return {CONFIG: self.config_text, INDEX: json.dumps(index, indent=2).encode() + b"\n"}
 
 
 def config_text(config: McaModelConfig, more: JsonObject | None = None) -> bytes:

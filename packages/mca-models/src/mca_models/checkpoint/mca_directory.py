@@ -15,8 +15,9 @@ from mca_config.files import has_entry, read_text, resolve_inside
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import FILE_NAME as CONFIG
 from mca_config.model_config import McaModelConfig
+from mca_config.types import Typed
 from mca_models.checkpoint.hf_directory import CONFIG as CONFIG_OF_HF
-from mca_models.checkpoint.hf_writer import config_text, write_config
+from mca_models.checkpoint.hf_writer import config_text
 from mca_models.checkpoint.placement import (
     expert_rank,
     shard_count,
@@ -38,6 +39,8 @@ from mca_models.storage.source import (
     require_same_names,
 )
 from mca_models.templates import get_family
+from mca_models.templates.parts.passthrough import PASSTHROUGH
+from mca_models.templates.parts.vision_tower import MORE, SPELLING
 from mca_models.weights import Param
 
 LATEST = "latest_checkpointed_iteration.txt"
@@ -55,16 +58,15 @@ class McaSource:
 
     Args:
         path: The directory.
-        iteration: Which one; None is the latest.
 
     Raises:
         McaError: Something is missing, unexpected, damaged or of another shape.
     """
 
-    def __init__(self, path: Path, iteration: int | None = None) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
         self.config: McaModelConfig = load_config(path)
-        self.iteration = latest_iteration(path) if iteration is None else iteration
+        self.iteration = latest_iteration(path)
         self.folder = path / iteration_name(self.iteration)
         self.manifest = Manifest.load(self.folder)
         self.params: Sequence[Param] = stored_params(get_family(self.config.model_type).params(self.config))
@@ -150,10 +152,39 @@ def load_config(path: Path) -> McaModelConfig:
     """
     config = McaModelConfig.load(path)
     try:
+        _require_extra(config)
         get_family(config.model_type).require_family(config)
     except McaError as error:
         raise with_location(error, path / CONFIG) from None
     return config
+
+
+def _require_extra(config: McaModelConfig) -> None:
+    """Raise unless the keys of ``extra`` that have a structure have it."""
+    vision = get_family(config.model_type).vision
+    spellings = range(len(vision.spellings) if vision is not None else 1)
+    expected: dict[str, tuple[str, Callable[[Typed], bool]]] = {
+        "hf_duplicates": ("a list of names", _is_list(str)),
+        PASSTHROUGH: ("an object of shapes", _is_shapes),
+        MORE: ("an object of shapes", _is_shapes),
+        SPELLING: (
+            f"a number from 0 to {spellings[-1]}",
+            lambda value: type(value) is int and value in spellings,
+        ),
+    }
+    for key, (words, is_right) in expected.items():
+        if key in config.extra and not is_right(config.extra[key]):
+            raise McaError(f"extra: {key} must be {words}, not {config.extra[key]!r:.80}; restore the file")
+
+
+def _is_list(kind: type) -> Callable[[Typed], bool]:
+    return lambda value: isinstance(value, list | tuple) and all(type(entry) is kind for entry in value)
+
+
+def _is_shapes(value: Typed) -> bool:
+    return isinstance(value, dict) and all(
+        _is_list(int)(shape) and min(shape, default=0) >= 0 for shape in value.values()
+    )
 
 
 def is_mca(path: Path) -> bool:
@@ -269,9 +300,7 @@ class McaLayout:
             for name, param in ((param.mca_name(), param) for param in self.params)
         }
 
-    def finish(
-        self, directory: Path, records: Mapping[str, FileRecord], iteration: int = 1
-    ) -> dict[str, int]:
+    def finish(self, directory: Path, records: Mapping[str, FileRecord]) -> dict[str, int]:
         """Write everything but the pieces into ``directory``, once all files are written and synced.
 
         ``config.json`` goes along, for tokenizers and other readers of the Hugging Face directory layout.
@@ -279,16 +308,19 @@ class McaLayout:
         Args:
             directory: The (partial) checkpoint directory.
             records: Size and checksum of every file, by its name relative to the iteration.
-            iteration: Which one was written.
 
         Returns:
             The size of each file that was written, by its name.
         """
         require_same_names(records.keys(), self.files.keys(), directory)
-        folder = iteration_name(iteration)
+        small = self.small_files(records)
+        return {name: write_file(directory / name, content) for name, content in small.items()}
+
+    def small_files(self, records: Mapping[str, FileRecord]) -> dict[str, bytes]:
+        """Return the contents of the files that `finish` writes, by name, the one that readers look for last."""
         return {
-            f"{folder}/{MANIFEST}": Manifest(records, self.manifest_tensors).save(directory / folder),
-            CONFIG: write_file(directory / CONFIG, self.config.to_json().encode()),
-            CONFIG_OF_HF: write_config(directory, self._config_text),
-            LATEST: write_file(directory / LATEST, f"{iteration}\n".encode()),
+            f"{iteration_name(1)}/{MANIFEST}": Manifest(records, self.manifest_tensors).to_json(),
+            CONFIG: self.config.to_json().encode(),
+            CONFIG_OF_HF: self._config_text,
+            LATEST: b"1\n",
         }

@@ -11,14 +11,16 @@ from mca_config.errors import McaError, raise_problems
 from mca_config.model_config import McaModelConfig
 from mca_models.lora.config import AdapterConfig
 from mca_models.lora.rules import AdapterRules, LoraFactors, factors_by_weight
-from mca_models.storage.copy_plan import HF, Rule, part_shapes
+from mca_models.storage.copy_plan import HF, Rule, Side, part_shapes
 from mca_models.storage.finite import counts_in
+from mca_models.storage.source import Part
 from mca_models.templates.parts.common import EMBEDDING
 from mca_models.templates.shapes import full_shape
 from mca_models.weights import Param
 from mca_models.weights.arrays import Array
 
 TensorReader = Callable[[Param], Array]
+PartsFinder = Callable[[Param], tuple[Side, tuple[Part, ...]]]
 
 
 @dataclass(frozen=True)
@@ -30,12 +32,15 @@ class Adapter:
         config: PEFT's configuration of the adapter.
         rules: Every tensor.
         read: The whole tensor of a rule (without vocabulary padding).
+        saved_parts: Where the parts of a parameter that was saved whole are stored, and the side of its rule that they
+            are on: rows are read from them, without the whole tensor. None: only ``read`` has the values.
     """
 
     model: McaModelConfig
     config: AdapterConfig
     rules: AdapterRules
     read: TensorReader
+    saved_parts: PartsFinder | None = None
 
     @property
     def params(self) -> Sequence[Param]:

@@ -17,6 +17,36 @@ from mca_config.types import Typed, Values
 
 _LARGEST_RANK = 1 << 16
 _PEFT_DEFAULTS = {"r": 8, "lora_alpha": 8}
+_Kind = tuple[Callable[[object], bool], str]
+_PATTERNS = ("target_modules", "exclude_modules", "layers_pattern")
+FILE_NAME = "adapter_config.json"
+ALL_LINEAR = "all-linear"
+_REFUSED: Mapping[str, str] = {
+    "use_dora": "DoRA's magnitudes depend on whole columns of the merged weight",
+    "lora_bias": "Megatron's adapters have no bias on lora_B",
+    "use_qalora": "it pools the inputs",
+    "use_bdlora": "block-diagonal factors are laid out for one tensor-parallel size",
+    "alora_invocation_tokens": "activated LoRA depends on the prompt",
+    "arrow_config": "Arrow routes between several adapters",
+    "velora_config": "VeLoRA compresses activations",
+    "monteclora_config": "MonteCLoRA samples its factors",
+    "kasa_config": "KaSA changes the base weights",
+    "layer_replication": "it changes the number of layers",
+    "trainable_token_indices": "single trained rows have no place in the embedding; use modules_to_save",
+    "megatron_config": "this is for PEFT's own parallel linears; leave it out",
+    "loftq_config": "LoftQ quantises the base weights",
+}
+"""Unsupported settings with the reason; they must be absent, null, false or empty."""
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Initialisations that subtract the first adapter from the base weights."""
+_HARMLESS = frozenset(
+    "peft_type peft_version auto_mapping base_model_name_or_path revision task_type inference_mode r "
+    "target_modules exclude_modules target_parameters lora_alpha lora_dropout bias use_rslora "
+    "modules_to_save init_lora_weights layers_to_transform layers_pattern rank_pattern alpha_pattern "
+    "megatron_core eva_config corda_config lora_ga_config qalora_group_size ensure_weight_tying "
+    "runtime_config fan_in_fan_out".split()
+)
+"""Keys that are read here, or that say nothing about what the finished adapter computes (PEFT corrects the last)."""
 
 
 def _is_rank(value: object) -> bool:
@@ -48,7 +78,6 @@ def _map_to(fits: Callable[[object], bool]) -> Callable[[object], bool]:
 
 
 _names = _is_list(_is_name)
-_Kind = tuple[Callable[[object], bool], str]
 _NUMBERS: Mapping[str, _Kind] = {
     "r": (_is_rank, f"a whole number from 1 to {_LARGEST_RANK}"),
     "lora_alpha": (_is_alpha, "a finite number"),
@@ -72,7 +101,6 @@ _OTHERS: Mapping[str, _Kind] = {
     "use_rslora": (lambda value: isinstance(value, bool), "true or false"),
 }
 """Keys that may also be null, which means absent."""
-_PATTERNS = ("target_modules", "exclude_modules", "layers_pattern")
 
 
 def value_problems(document: Values) -> list[str]:
@@ -106,39 +134,6 @@ def _faults(key: str, patterns: Typed) -> Iterator[str]:
             re.compile(pattern)
         except (re.error, OverflowError, RecursionError) as error:
             yield f"{key}: {pattern!r:.80} is no regular expression ({error})"
-
-
-FILE_NAME = "adapter_config.json"
-ALL_LINEAR = "all-linear"
-
-_REFUSED: Mapping[str, str] = {
-    "use_dora": "DoRA's magnitudes depend on whole columns of the merged weight",
-    "lora_bias": "Megatron's adapters have no bias on lora_B",
-    "use_qalora": "it pools the inputs",
-    "use_bdlora": "block-diagonal factors are laid out for one tensor-parallel size",
-    "alora_invocation_tokens": "activated LoRA depends on the prompt",
-    "arrow_config": "Arrow routes between several adapters",
-    "velora_config": "VeLoRA compresses activations",
-    "monteclora_config": "MonteCLoRA samples its factors",
-    "kasa_config": "KaSA changes the base weights",
-    "layer_replication": "it changes the number of layers",
-    "trainable_token_indices": "single trained rows have no place in the embedding; use modules_to_save",
-    "megatron_config": "this is for PEFT's own parallel linears; leave it out",
-    "loftq_config": "LoftQ quantises the base weights",
-}
-"""Unsupported settings with the reason; they must be absent, null, false or empty."""
-
-_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Initialisations that subtract the first adapter from the base weights."""
-
-_HARMLESS = frozenset(
-    "peft_type peft_version auto_mapping base_model_name_or_path revision task_type inference_mode r "
-    "target_modules exclude_modules target_parameters lora_alpha lora_dropout bias use_rslora "
-    "modules_to_save init_lora_weights layers_to_transform layers_pattern rank_pattern alpha_pattern "
-    "megatron_core eva_config corda_config lora_ga_config qalora_group_size ensure_weight_tying "
-    "runtime_config fan_in_fan_out".split()
-)
-"""Keys that are read here, or that say nothing about what the finished adapter computes (PEFT corrects the last)."""
 
 
 @dataclass(frozen=True)

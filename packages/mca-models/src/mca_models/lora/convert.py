@@ -175,4 +175,4 @@ def cast_adapter(adapter: Adapter, code: str) -> Adapter:
         cast_into(values, out, name)
         return out
 
-    return replace(adapter, read=read)
+    return replace(adapter, read=read, saved_parts=None)

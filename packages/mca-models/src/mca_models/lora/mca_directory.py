@@ -25,11 +25,14 @@ from mca_models.lora.config import FILE_NAME, AdapterConfig
 from mca_models.lora.rules import rules_from_names
 from mca_models.storage.atomic import atomic_directory, write_file
 from mca_models.storage.checksum import file_crc32
+from mca_models.storage.copy_plan import Side
 from mca_models.storage.dtypes import dtype_code
+from mca_models.storage.manifest import FILE_NAME as MANIFEST
 from mca_models.storage.manifest import FileRecord, Manifest
 from mca_models.storage.safetensors import TensorInfo, plan_file, read_header
-from mca_models.storage.source import require_same_names
+from mca_models.storage.source import Part, checked_parts, require_same_names
 from mca_models.storage.writer import SafetensorsWriter
+from mca_models.templates.shapes import full_shape
 from mca_models.weights import Param
 from mca_models.weights.arrays import Array
 
@@ -39,19 +42,20 @@ def is_mca_adapter(path: Path) -> bool:
     return has_entry(path, FILE_NAME) and has_entry(path, MODEL)
 
 
-def open_mca_adapter(path: Path, iteration: int | None = None) -> Adapter:
-    """The adapter in ``path``.
+def open_mca_adapter(path: Path) -> Adapter:
+    """Return the adapter in ``path``.
 
     Raises:
         McaError: Files or tensors are missing, unexpected, damaged or of another shape.
     """
     model, config = load_config(path), AdapterConfig.load(path)
-    folder = path / iteration_name(latest_iteration(path) if iteration is None else iteration)
+    folder = path / iteration_name(latest_iteration(path))
     manifest = Manifest.load(folder)
     rules = rules_from_names(model, config, manifest.tensors.keys())
-    require_same_names(manifest.tensors.keys(), (param.mca_name() for param in rules.params), folder)
+    names = (param.mca_name() for param in rules.params)
+    require_same_names(manifest.tensors.keys(), names, folder, f"{MANIFEST} and {FILE_NAME}")
     shards = _Shards(folder, manifest, model)
-    return check_shapes(Adapter(model, config, rules, shards.read), folder)
+    return check_shapes(Adapter(model, config, rules, shards.read, shards.parts), folder)
 
 
 def stored_names(path: Path) -> Collection[str]:
@@ -79,17 +83,22 @@ class _Shards:
         return tensors
 
     def read(self, param: Param) -> Array:
+        whole = param.shard.join([info.array() for info in self._infos(param)])
+        return whole[: self._manifest.tensors[param.mca_name()].shape[0]] if param.vocab else whole
+
+    def parts(self, param: Param) -> tuple[Side, tuple[Part, ...]]:
+        side, whole = shard_count(param, self._model.layout), full_shape(param, self._model)
+        return side, checked_parts(param, whole, side, self._infos(param), self._model.num_experts or 1)
+
+    def _infos(self, param: Param) -> list[TensorInfo]:
         name = param.mca_name()
         files = shard_files(param, self._model, self._plan)
-        record = self._manifest.tensors[name]
-        if record.files != files:
+        if self._manifest.tensors[name].files != files:
             raise McaError(f"{self._folder}: the manifest does not place {name} as its layout demands")
         missing = [file for file in files if name not in self._headers.get(file, ())]
         if missing:
             raise McaError(f"{self._folder / missing[0]}: holds no {name}")
-        pieces = [self._headers[file][name].array() for file in files]
-        whole = param.shard.join(pieces)
-        return whole[: record.shape[0]] if param.vocab else whole
+        return [self._headers[file][name] for file in files]
 
 
 def write_mca_adapter(

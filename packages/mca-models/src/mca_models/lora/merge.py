@@ -27,8 +27,16 @@ from mca_models.storage.dtypes import DTYPE_NAMES, numpy_dtype
 from mca_models.storage.finite import counts_in, named_counts, non_finite
 from mca_models.storage.lazy_tensor import LazyTensorBase
 from mca_models.storage.safetensors import TensorInfo, plan_file
-from mca_models.storage.source import ComputedTensor, ModelSource, Part, copy_move, plan_gathers
+from mca_models.storage.source import (
+    ComputedTensor,
+    ModelSource,
+    Part,
+    copy_move,
+    param_part_shapes,
+    plan_gathers,
+)
 from mca_models.storage.writer import SafetensorsWriter
+from mca_models.templates.shapes import full_shape
 from mca_models.weights import Param
 from mca_models.weights.arrays import NumpyArray, NumpyDtype
 
@@ -80,11 +88,24 @@ class MergedSource:
         name = param.mca_name()
         if name not in self._parts:
             shapes = part_shapes(Rule.from_param(param), self.full_shape(param), HF)
-            self._parts[name] = tuple(
-                Part(MergedTensor(self, param, number, shape, self._dtype(param, number)), shape)
-                for number, shape in enumerate(shapes)
-            )
+            self._parts[name] = tuple(self._part(param, number, shape) for number, shape in enumerate(shapes))
         return self._parts[name]
+
+    def _part(self, param: Param, number: int, shape: Shape) -> Part:
+        dtype = self._dtype(param, number)
+        if self.base.side(param) is HF and not self._changes(param, number):
+            stored = self.base.parts(param)[number]
+            if stored.info.dtype == dtype:
+                return stored
+        return Part(MergedTensor(self, param, number, shape, dtype), shape)
+
+    def _changes(self, param: Param, number: int) -> bool:
+        """Return whether the adapter may change HF tensor ``param.hf[number]``."""
+        name = param.mca_name()
+        return name in self.adapter.saved_by_name or any(
+            len(pair.target.base.hf) != len(param.hf) or pair.target.part == number
+            for pair in self.adapter.factors_by_name[name]
+        )
 
     def _dtype(self, param: Param, number: int) -> str:
         return _cast_dtype(param, self.stored_dtype(param, number), self._cast)
@@ -215,17 +236,33 @@ class MergedTensor(LazyTensorBase):
         adapter = self.source.adapter
         saved = adapter.saved_by_name.get(self.param.mca_name())
         if saved is not None:
-            whole = saved.from_full(adapter.read(saved))[self.number]
-            if whole.shape != self.shape:
-                raise McaError(
-                    f"{self.name}: the adapter saved shape {list(whole.shape)}, the base model's is "
-                    f"{list(self.shape)}; merge into the model that it was trained on"
-                )
-            return np.array(whole[start:stop], _work(dtype))
-        base, row = self.source.base, prod(self.shape[1:])
+            return self._saved(saved, start, stop).astype(_work(dtype))
+        base = self.source.base
+        return self._rows(
+            base.gathers(self.param, HF)[self.number], base.parts(self.param), start, stop, dtype
+        )
+
+    def _saved(self, saved: Param, start: int, stop: int) -> NumpyArray:
+        """Rows ``start:stop`` as the adapter saved them; only these are read where its files have them."""
+        adapter = self.source.adapter
+        full = full_shape(saved, adapter.model)
+        shape = param_part_shapes(saved, full, HF)[self.number]
+        if shape != self.shape:
+            raise McaError(
+                f"{self.name}: the adapter saved shape {list(shape)}, the base model's is "
+                f"{list(self.shape)}; merge into the model that it was trained on"
+            )
+        if adapter.saved_parts is None:
+            return np.asarray(saved.from_full(adapter.read(saved))[self.number][start:stop])
+        side, parts = adapter.saved_parts(saved)
+        gather = plan_gathers(saved, full, side, HF)[self.number]
+        return self._rows(gather, parts, start, stop, numpy_dtype(parts[0].info.dtype))
+
+    def _rows(
+        self, gather: Gather, parts: Sequence[Part], start: int, stop: int, dtype: NumpyDtype
+    ) -> NumpyArray:
         out = np.empty((stop - start, *self.shape[1:]), dtype)
-        gather = base.gathers(self.param, HF)[self.number]
-        fill(out.reshape(-1), gather, base.parts(self.param), start * row)
+        fill(out.reshape(-1), gather, parts, start * prod(self.shape[1:]))
         return out
 
 

@@ -28,10 +28,10 @@ from mca_models.lora.rules import rules_from_names
 from mca_models.lora.targets import unused_modules
 from mca_models.lora.unmatched_entries import ineffective_exclusions, unmatched_entries
 from mca_models.storage.atomic import atomic_directory, write_file
-from mca_models.storage.copy_plan import HF
+from mca_models.storage.copy_plan import HF, Side
 from mca_models.storage.dtypes import dtype_code
 from mca_models.storage.safetensors import plan_file, read_header
-from mca_models.storage.source import param_part_shapes, require_same_names
+from mca_models.storage.source import Part, checked_parts, param_part_shapes, require_same_names
 from mca_models.storage.writer import SafetensorsWriter
 from mca_models.templates import get_family
 from mca_models.templates.shapes import full_shape
@@ -66,12 +66,17 @@ def open_peft(path: Path, model: McaModelConfig) -> Adapter:
     model = model_with_head(model, config.document, infos)
     rules = rules_from_names(model, config, infos.keys())
     expected = {name for param in rules.params for name in param.hf_names()}
-    require_same_names(infos.keys(), expected, path)
+    require_same_names(infos.keys(), expected, path, f"{file.name} and {FILE_NAME}")
     adapted = [pair.target for pair in rules.factors]
     for problem in (*unmatched_entries(model, config, adapted), *ineffective_exclusions(model, config)):
         logger.warning("%s: %s", path / FILE_NAME, problem)
     stacks = PeftReader(lambda name: infos[name].array(), model.num_experts or 1)
-    return check_shapes(Adapter(model, config, rules, stacks.read), file)
+
+    def saved_parts(param: Param) -> tuple[Side, tuple[Part, ...]]:
+        stored = [infos[name] for name in param.hf_names()]
+        return HF, checked_parts(param, full_shape(param, model), HF, stored, model.num_experts or 1)
+
+    return check_shapes(Adapter(model, config, rules, stacks.read, saved_parts), file)
 
 
 def _require_adaptable(infos: Values, model: McaModelConfig, file: Path) -> None:

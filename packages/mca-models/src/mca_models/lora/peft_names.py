@@ -19,6 +19,15 @@ _NAMING = ("target_modules", "target_parameters", "modules_to_save")
 _MOST_SHOWN = 8
 _HEADS = ("classifier", "score")
 _HEAD_TASKS = ("SEQ_CLS", "TOKEN_CLS")
+FUSING_MODEL_TYPES = frozenset(
+    "afmoe cohere2_moe deepseek_v2 deepseek_v3 deepseek_v32 dots1 ernie4_5_moe exaone_moe flex_olmo glm4_moe "
+    "glm4_moe_lite glm4v_moe glm_moe_dsa hunyuan_v1_moe longcat_flash mellum minimax minimax_m2 mixtral olmoe "
+    "qwen3_moe qwen3_next qwen3_omni_moe qwen3_omni_moe_thinker solar_open".split()
+)
+"""Types of models in which PEFT turns names of routed experts' linears into those of their stacked weights."""
+EXPERT_LINEARS = frozenset("gate gate_proj up_proj down_proj w1 w2 w3".split())
+"""Names of linears that PEFT takes for the router and the stacked weights of routed experts in these models."""
+_DOWN = frozenset({"down_proj", "w2"})
 
 
 def complete_peft_config(
@@ -246,14 +255,14 @@ def _parts_left(config: McaModelConfig, adapted: Collection[str]) -> list[str]:
     spelling = family.vision.spelling(family.with_module_names(config))
     audio = () if family.vision.audio is None else family.vision.audio.names
     towers = _beginning_with(spelling.vision.values())
-    joins, hears = (
+    projectors, audio_towers = (
         [*map(spelling.vision_to_file, prefixes)] for prefixes in (family.vision.projector, audio)
     )
     patterns = {
         "language": f"(?!{towers}).*",
-        "vision": f"(?!{_beginning_with([*joins, *hears])}){towers}.*",
-        "audio": f"(?!{_beginning_with(joins)}){_beginning_with(hears)}.*",
-        "projector": f"{_beginning_with(joins)}.*",
+        "vision": f"(?!{_beginning_with([*projectors, *audio_towers])}){towers}.*",
+        "audio": f"(?!{_beginning_with(projectors)}){_beginning_with(audio_towers)}.*",
+        "projector": f"{_beginning_with(projectors)}.*",
     }
     found = {"language", *family.vision.parts(config)}
     left = [pattern for part, pattern in patterns.items() if part in found and part not in adapted]
@@ -272,17 +281,6 @@ def _beginning_with(names: Iterable[str]) -> str:
         re.escape(name.removesuffix(".")) + (r"(?![^.])" if name.endswith(".") else "") for name in names
     )
     return f"(?:{'|'.join(patterns)})"
-
-
-FUSING_MODEL_TYPES = frozenset(
-    "afmoe cohere2_moe deepseek_v2 deepseek_v3 deepseek_v32 dots1 ernie4_5_moe exaone_moe flex_olmo glm4_moe "
-    "glm4_moe_lite glm4v_moe glm_moe_dsa hunyuan_v1_moe longcat_flash mellum minimax minimax_m2 mixtral olmoe "
-    "qwen3_moe qwen3_next qwen3_omni_moe qwen3_omni_moe_thinker solar_open".split()
-)
-"""Types of models in which PEFT does so."""
-EXPERT_LINEARS = frozenset("gate gate_proj up_proj down_proj w1 w2 w3".split())
-"""Names of linears that PEFT takes for the router and the stacked weights of routed experts there."""
-_DOWN = frozenset({"down_proj", "w2"})
 
 
 def peft_load_warnings(

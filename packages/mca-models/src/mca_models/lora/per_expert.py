@@ -16,18 +16,22 @@ from mca_models.lora.rules import PREFIX, AdapterRules, LoraFactors
 from mca_models.lora.targets import Target, linear_targets
 from mca_models.storage.copy_plan import HF, Rule, part_shapes
 from mca_models.templates.shapes import full_shape
+from mca_models.weights import Param
 from mca_models.weights.arrays import Array
 
 
 def per_expert_tensors(adapter: Adapter) -> Iterator[tuple[str, Array]]:
     """Yield the tensors of ``adapter`` by name, those of stacked experts as factors of each expert's linears."""
-    linears = _expert_linears(adapter.rules, adapter.model)
+    import numpy as np
+
+    factors = ExpertFactors(adapter.rules, adapter.model)
     stored = PeftTensors(adapter)
-    stacked = {name for pair in _stacked(adapter.rules) for name in (*pair.a.hf_names(), *pair.b.hf_names())}
+    stacked = {name for _, param in factors.names.values() for name in param.hf_names()}
     for name in sorted(stored.sources.keys() - stacked):
         yield name, stored.array(name)
-    for pair in _stacked(adapter.rules):
-        yield from _split(adapter, pair, linears[pair.target.base.mca_name()])
+    for name, (_, param) in factors.names.items():
+        for hf, array in factors.split(name, adapter.read(param)).items():
+            yield hf, np.ascontiguousarray(array)
 
 
 def require_per_expert(rules: AdapterRules, model: McaModelConfig) -> None:
@@ -77,15 +81,40 @@ def _expert_linears(rules: AdapterRules, model: McaModelConfig) -> Mapping[str, 
     return linears
 
 
-def _split(adapter: Adapter, pair: LoraFactors, linears: Sequence[Target]) -> Iterator[tuple[str, Array]]:
-    import numpy as np
+class ExpertFactors:
+    """Factors of stacked experts, each of which is split into those of its expert's linears.
 
-    (a,) = pair.a.from_full(adapter.read(pair.a))
-    (b,) = pair.b.from_full(adapter.read(pair.b))
-    first = 0
-    for target in linears:
-        shapes = part_shapes(Rule.from_param(target.base), full_shape(target.base, adapter.model), HF)
-        rows = shapes[target.part][0]
-        yield f"{PREFIX}{target.module}.lora_A.weight", np.ascontiguousarray(a)
-        yield f"{PREFIX}{target.module}.lora_B.weight", np.ascontiguousarray(b[first : first + rows])
-        first += rows
+    Args:
+        rules: Rules of an adapter.
+        model: The model.
+
+    Raises:
+        McaError: The checkpoints of ``model`` have stacked experts.
+    """
+
+    def __init__(self, rules: AdapterRules, model: McaModelConfig) -> None:
+        self._model = model
+        self._linears = _expert_linears(rules, model)
+        self.names: Mapping[str, tuple[LoraFactors, Param]] = {
+            param.mca_name(): (pair, param) for pair in _stacked(rules) for param in (pair.a, pair.b)
+        }
+
+    def split(self, name: str, full: Array) -> dict[str, Array]:
+        """Return the factors of the linears by PEFT's names.
+
+        Args:
+            name: Canonical name of one of `names`.
+            full: The full tensor.
+        """
+        pair, param = self.names[name]
+        (matrix,) = param.from_full(full)
+        first, found = 0, {}
+        for target in self._linears[pair.target.base.mca_name()]:
+            if param is pair.a:
+                found[f"{PREFIX}{target.module}.lora_A.weight"] = matrix
+                continue
+            shapes = part_shapes(Rule.from_param(target.base), full_shape(target.base, self._model), HF)
+            rows = shapes[target.part][0]
+            found[f"{PREFIX}{target.module}.lora_B.weight"] = matrix[first : first + rows]
+            first += rows
+        return found

@@ -96,8 +96,8 @@ def rules_from_names(config: McaModelConfig, adapter: AdapterConfig, names: Coll
     linear = _linear_factors(config, adapter, experts=True)
     if not any(_is_in(pair.a, names) for pair in linear if pair.target.base.expert is not None):
         linear = [pair for pair in linear if pair.target.base.expert is None]
-    if not any(_is_in(pair.a, names) for pair in linear if pair.target.sees):
-        linear = [pair for pair in linear if not pair.target.sees]
+    if not any(_is_in(pair.a, names) for pair in linear if pair.target.is_vision):
+        linear = [pair for pair in linear if not pair.target.is_vision]
     factors = (*linear, *_stacked_factors(config, adapter))
     saved, kept = tuple(_saved(config, adapter)), tuple(_kept(config, adapter, names))
     return _checked(config, adapter, AdapterRules(factors, saved, kept))
@@ -157,7 +157,7 @@ def _factors(
     """``called``: what ``rank_pattern`` and ``alpha_pattern`` match, the module's or the parameter's name."""
     a = _factor(target, "lora_A", hf, _shard_a(target))
     b = _factor(target, "lora_B", hf, _shard_b(target, config))
-    if target.alone:
+    if target.is_unfused:
         b = replace(b, layout=target.base.layout, hf_layout=target.row_layout)
     b = replace(b, vocab=target.base.vocab)
     return LoraFactors(target, a, b, adapter.rank(called), adapter.scale(called))
@@ -187,7 +187,7 @@ def _shard_b(target: Target, config: McaModelConfig) -> Shard:
     base = target.base
     if base.shard.axis != 0:
         return REPLICATED
-    if target.alone:
+    if target.is_unfused:
         return base.shard
     if isinstance(base.layout, GroupedHeads) and base.shard == COLUMN:
         return COLUMN if config.attention.num_query_groups % config.layout.tp == 0 else REPLICATED

@@ -51,12 +51,12 @@ class Target:
         return self.module.rpartition(".")[2]
 
     @property
-    def alone(self) -> bool:
+    def is_unfused(self) -> bool:
         """Return whether the Megatron weight has no other part."""
         return len(self.base.hf) == 1
 
     @property
-    def sees(self) -> bool:
+    def is_vision(self) -> bool:
         """Return whether it belongs to the vision model: HF's own module, replicated on each tensor rank."""
         return self.base.stage is Stage.VISION
 

@@ -7,6 +7,8 @@ import logging
 from dataclasses import replace
 from pathlib import Path
 
+from torch import Tensor
+
 from mca_config.arguments import DistributingParallelArguments
 from mca_config.checks import require_layout
 from mca_config.errors import McaError, raising_usage_errors
@@ -20,7 +22,7 @@ from mca_models.megatron.distributed.collectives import run_on_first_rank_unwrap
 from mca_models.megatron.factory import fill
 from mca_models.megatron.factory.execution import DTYPES
 from mca_models.megatron.factory.vocabulary import plan_growth, require_growth
-from mca_models.megatron.names import Implementation
+from mca_models.megatron.names import Implementation, LocalParam
 from mca_models.megatron.types import Upstream
 from mca_models.megatron.virtual_models import VirtualModels
 from mca_models.storage.source import ModelSource
@@ -66,7 +68,7 @@ class AutoModel:
         args = args or DistributingParallelArguments()
         folder = resolve_directory(path)
         source: ModelSource = open_checkpoint(folder)
-        config, growth = source.config, None
+        config = source.config
         if vocab_size is not None and vocab_size != config.vocab_size:
             require_growth(config.vocab_size, vocab_size)
             config = replace(config, vocab_size=vocab_size)
@@ -74,27 +76,17 @@ class AutoModel:
             config = with_head(config, head)
         with raising_usage_errors():
             models = _build(config, args, dtype, seed, folder)
-        run_on_first_rank_unwrapped(source.check_duplicates)
-        if config.vocab_size != source.config.vocab_size:
-            growth = plan_growth(source, config.vocab_size, seed)
-        once = bool(vars(args).get("load_broadcast"))  # training arguments only
-        rank_context = models.rank_context
         models.new_params = _new_params(config, source.config)
-        drawn = {param.mca_name() for param in models.new_params if not param.vocab}
-        new = [pair for pair in models.local_params() if pair[0].param.mca_name() in drawn]
-        there = [pair for pair in models.local_params() if pair[0].param.mca_name() not in drawn]
-        fill.from_seed(seed, new, models.config, rank_context.coordinates)
-        models.bytes_read = fill.from_source(
-            source, there, rank_context.layout, rank_context.coordinates, growth=growth, broadcast=once
-        )
-        layers = models.implementation.replace("_", " ")
+        run_on_first_rank_unwrapped(source.check_duplicates)
+        broadcast = bool(vars(args).get("load_broadcast"))  # training arguments only
+        models.bytes_read = _fill(models, source, seed, broadcast=broadcast)
         _log.info(
             "loaded %s %s from %s as %s, %s layers",
             config.model_type,
             models.config.dtype,
             path,
-            rank_context.layout,
-            layers,
+            models.rank_context.layout,
+            models.implementation.replace("_", " "),
         )
         return models
 
@@ -121,6 +113,21 @@ class AutoModel:
     ) -> VirtualModels:
         """Build a model whose parameters are not filled, for callers that fill or only inspect them."""
         return _build(config, args or DistributingParallelArguments(), dtype, seed, None)
+
+
+def _fill(models: VirtualModels, source: ModelSource, seed: int, *, broadcast: bool) -> int:
+    """Read this rank's shards from ``source``, and draw those that it lacks; return the bytes read; collective."""
+    layout, coordinates = models.rank_context.layout, models.rank_context.coordinates
+    vocab_size, growth = models.config.vocab_size, None
+    if vocab_size != source.config.vocab_size:
+        growth = plan_growth(source, vocab_size, seed)
+    lacking = {param.mca_name() for param in models.new_params if not param.vocab}
+    drawn: list[tuple[LocalParam, Tensor]] = []
+    stored: list[tuple[LocalParam, Tensor]] = []
+    for pair in models.local_params():
+        (drawn if pair[0].param.mca_name() in lacking else stored).append(pair)
+    fill.from_seed(seed, drawn, models.config, coordinates)
+    return fill.from_source(source, stored, layout, coordinates, growth=growth, broadcast=broadcast)
 
 
 def _new_params(config: McaModelConfig, stored: McaModelConfig) -> tuple[Param, ...]:

@@ -24,7 +24,7 @@ from mca_models.megatron import platform
 from mca_models.megatron.distributed import parallel
 from mca_models.megatron.distributed.collectives import run_on_all_ranks_unwrapped
 from mca_models.megatron.features.media import image_problems
-from mca_models.megatron.features.processor_media import sequence_media
+from mca_models.megatron.features.processor_media import LocatedMedia, sequence_media
 from mca_models.megatron.features.sequence_media import SequenceMedia, media_joiner
 from mca_models.megatron.layers.rope import length_dependent_ropes, set_longest_sequence
 from mca_models.megatron.layers.zigzag import restore_token_order, take_rank_tokens
@@ -98,19 +98,28 @@ def located_media(
             raise McaError(f"media, sequence {number}: {error}") from error
     if any(found):
         layout = models.rank_context.layout
-        problems = image_problems(models.config, layout, models.megatron)
+        problems = image_problems(models.config, layout, models.megatron, trains=False)
         raise_problems(problems, f"images for {models.config.model_type} at {layout}")
     return found
 
 
 def media_checksum(found: Sequence[SequenceMedia | None], start: int = 0) -> int:
-    """Return a CRC-32 of the locations of media; ``start`` without any."""
+    """Return a CRC-32 of the locations of media and of pixels in memory; ``start`` without any.
+
+    Media of samples are files, which are not opened for it.
+    """
     spans = [media.places if media else () for media in found]
-    return zlib.crc32(repr(spans).encode(), start) if any(spans) else start
+    if not any(spans):
+        return start
+    checksum = zlib.crc32(repr(spans).encode(), start)
+    for media in found:
+        if isinstance(media, LocatedMedia):
+            checksum = media.checksum(checksum)
+    return checksum
 
 
 def require_same_inputs(everyone: Sequence[tuple[int, int]]) -> None:
-    """Raise if ranks of a replica have different experts, or media at other places.
+    """Raise if ranks of a replica have different experts or media.
 
     Args:
         everyone: Replica and checksum of every rank.

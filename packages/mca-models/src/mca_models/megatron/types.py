@@ -4,7 +4,6 @@ To a type checker all of them are ``Any``. Other uses of ``Any`` are counted in
 ``integration_tests/system/test_architecture.py``.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -41,9 +40,6 @@ Settings = dict[str, Any]
 
 WithBias = tuple[Tensor, Tensor | None]
 """Return value of most of Megatron's linears and blocks: the output, and a bias that is not added yet."""
-
-Initialise = Callable[[Tensor], object]
-"""Fills a weight in place."""
 
 HookOutput = Any
 """Return value of a Megatron linear: ``(y, bias)``, ``((y, x), bias)`` or ``(y, bias, x)``, by its options."""

@@ -3,6 +3,7 @@
 It combines the chunks of `factory` with the functions of `state`, `forward` and `log_probs`.
 """
 
+import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +32,7 @@ from mca_models.megatron.state.export import (
     BUCKET_BYTES,
     Destination,
     WeightBucket,
+    WeightRequest,
     checked_request,
     each_tensor,
     export_buckets,
@@ -62,7 +64,7 @@ class VirtualModels(torch.nn.Module):
 
     Attributes:
         config: The model, with its layout.
-        args: The arguments it was made with.
+        args: A copy of the arguments it was made with.
         rank_context: Layout, rank and coordinates of this process.
         megatron: Megatron's ``TransformerConfig``, shared by all chunks.
         chunks: The ``GPTModel`` of each virtual stage, in model order.
@@ -87,7 +89,7 @@ class VirtualModels(torch.nn.Module):
             config, rank_context.layout, rank_context.world_size, sequence_parallel=sequence_parallel
         )
         self.config = replace(config, layout=rank_context.layout, dtype=dtype)
-        self.args = args
+        self.args = copy.copy(args)  # later changes do not change the model
         self.rank_context = rank_context
         self.source = source
         self.bytes_read = 0
@@ -333,6 +335,7 @@ class VirtualModels(torch.nn.Module):
         dtype: DtypeName | None = None,
         fp8: bool = False,
         merged: bool = False,
+        per_expert: bool = False,
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield Hugging Face names and tensors, as `save_pretrained_as_hf` writes them; collective.
 
@@ -348,12 +351,18 @@ class VirtualModels(torch.nn.Module):
             dtype: Cast weights to ``float32``, ``bfloat16`` or ``float16``; None: not cast.
             fp8: Weights of linears as e4m3 with a scale for each block of 128 x 128, ``..._scale_inv``. Families that
                 `mca-convert --fp8` does not support are not supported here either.
-            merged: Only for a model with an adapter.
+            merged: Only for a model with an adapter: export the full model with the adapter merged in; the live weights
+                are unchanged. Else its tensors are the adapter's, under PEFT's names.
+            per_expert: Only for a model with an adapter: yield PEFT's matrices for all experts of a layer as factors of
+                each expert's linears (``...experts.7.up_proj.lora_A.weight``), which inference engines load for most
+                models with experts; their configuration is ``peft_config(per_expert=True)``.
 
         Raises:
             McaError: The arguments differ between ranks, or a rank failed, died, or stopped before the end; all raise.
         """
-        buckets = self.export_buckets(to=to, bucket_bytes=bucket_bytes, dtype=dtype, fp8=fp8, merged=merged)
+        buckets = self.export_buckets(
+            to=to, bucket_bytes=bucket_bytes, dtype=dtype, fp8=fp8, merged=merged, per_expert=per_expert
+        )
         return each_tensor(buckets)
 
     def export_buckets(
@@ -365,6 +374,7 @@ class VirtualModels(torch.nn.Module):
         fp8: bool = False,
         split_experts: bool = False,
         merged: bool = False,
+        per_expert: bool = False,
     ) -> Iterator[WeightBucket]:
         """Yield whole buckets of `export_weights`, for transports of one buffer; collective.
 
@@ -377,6 +387,7 @@ class VirtualModels(torch.nn.Module):
                 is gathered in full: entries with ``start``, which ``bucket.tensors()`` yields as
                 ``(name, tensor, start)`` and `load_weights` takes.
             merged: As for `export_weights`.
+            per_expert: As for `export_weights`.
         """
         request = checked_request(
             to=to,
@@ -385,8 +396,14 @@ class VirtualModels(torch.nn.Module):
             fp8=fp8,
             split_experts=split_experts,
             merged=merged,
+            per_expert=per_expert,
         )
-        self._reject_merged(merged)
+        return self._requested_buckets(request, merged=merged, per_expert=per_expert)
+
+    def _requested_buckets(
+        self, request: WeightRequest, *, merged: bool, per_expert: bool
+    ) -> Iterator[WeightBucket]:
+        self._reject_adapter_options(merged=merged, per_expert=per_expert)
         return export_buckets(self, request)
 
     def weight_sender(
@@ -424,13 +441,14 @@ class VirtualModels(torch.nn.Module):
 
     def _sender_piece(self, *, merged: bool) -> Callable[[], Piece] | None:
         """Return what makes the shards of a `weight_sender`; None: the live ones."""
-        self._reject_merged(merged)
+        self._reject_adapter_options(merged=merged)
         return None
 
-    def _reject_merged(self, merged: bool) -> None:
-        if merged:
-            self.reject_hidden_adapter()
-            raise McaError("merged=True: this model has no adapter to merge; remove merged")
+    def _reject_adapter_options(self, **options: bool) -> None:
+        for name, value in options.items():
+            if value:
+                self.reject_hidden_adapter()
+                raise McaError(f"{name}=True: this model has no adapter; remove {name}")
 
     def load_weights(self, weights: Iterable[Weight]) -> None:
         """Load all weights from Hugging Face tensors, as `export_weights` yields them, in any order; collective.

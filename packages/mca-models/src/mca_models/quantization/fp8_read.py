@@ -80,7 +80,8 @@ class Fp8Tensor(LazyTensorBase):
             band = inside // self.block[0]
             end = min((band + 1) * self.block[0], self.shape[-2], inside + step, inside + stop - row)
             values = table[weight[row : row + end - inside]]
-            values *= np.repeat(scales[expert, band], self.block[1])[: self.shape[-1]]
+            with np.errstate(over="ignore", invalid="ignore"):  # the result shows it
+                values *= np.repeat(scales[expert, band], self.block[1])[: self.shape[-1]]
             cast_into(values, out[row - start : row - start + end - inside], self.name)
             row += end - inside
         return out
@@ -89,7 +90,8 @@ class Fp8Tensor(LazyTensorBase):
         """[experts, row blocks, column blocks] in fp32."""
         stored = self.scale.array()
         if self.scale.dtype == "U8":  # bare exponents
-            values = np.ldexp(np.float32(1), stored.astype(np.int32) - 127)
+            with np.errstate(over="ignore"):
+                values = np.ldexp(np.float32(1), stored.astype(np.int32) - 127)
         else:
             values = stored.astype(np.float32)
         experts = prod(self.shape[:-2])

@@ -24,6 +24,17 @@ _EXPONENTS = range(36, 141)
 """Range of a block's largest number in which its factor and all nonzero e4m3 values are in fp32's range."""
 _BINADES = 20  # below the largest number's all is 0
 _NEAR = (0, 1, -1, 2, -2, 3, -3, 4, -4, 5, 6, 7, 8)  # last places from 2**-120 over a scale
+BLOCK = 128
+LARGEST = 448.0
+"""The largest e4m3 number."""
+WIDTH = 8 * BLOCK
+"""Columns at a time: four bytes of 128 x 1024 elements, twice, are a core's second cache."""
+TILE_BYTES = BLOCK * WIDTH * (3 * 4 + 2)
+"""Memory of a `Fp8Tile`."""
+_SIGNLESS = np.uint32(0x7FFFFFFF)
+_LOWEST = 127 - 6  # the exponent below which the step is the same
+_CODED = np.uint32((1 << 23) + 8)  # an exponent is one of fp32's bits, and eight codes
+_RAISED = np.uint32((20 << 23) - 8 * _LOWEST % 256)  # to where a number's last bit is the step; 0 is code 0
 
 
 class Bf16PairQuantizer:
@@ -135,21 +146,6 @@ def codes(quotients: NumpyArray) -> NumpyArray:
     exponents = np.maximum(np.frexp(quotients)[1] - 1, -6)
     found: NumpyArray = 8 * (exponents + 6) + np.rint(np.ldexp(quotients, 3 - exponents))
     return found.astype(np.uint8)
-
-
-BLOCK = 128
-LARGEST = 448.0
-"""The largest e4m3 number."""
-
-WIDTH = 8 * BLOCK
-"""Columns at a time: four bytes of 128 x 1024 elements, twice, are a core's second cache."""
-
-TILE_BYTES = BLOCK * WIDTH * (3 * 4 + 2)
-"""Memory of a `Fp8Tile`."""
-_SIGNLESS = np.uint32(0x7FFFFFFF)
-_LOWEST = 127 - 6  # the exponent below which the step is the same
-_CODED = np.uint32((1 << 23) + 8)  # an exponent is one of fp32's bits, and eight codes
-_RAISED = np.uint32((20 << 23) - 8 * _LOWEST % 256)  # to where a number's last bit is the step; 0 is code 0
 
 
 class Fp8Tile:

@@ -55,14 +55,22 @@ class PartialDirectory:
 
     Args:
         destination: Path of the finished directory; a link to a directory stays one. Its parents are made.
-        overwrite: An existing directory is replaced by ``publish``; else a non-empty one is an error.
+        overwrite: A directory that exists now is replaced by ``publish``; else a non-empty one is an error.
+        require_replaceable: Called before that; raises if what is there then must be kept.
 
     Raises:
         McaError: The destination is taken, or cannot be written; nothing is left.
     """
 
-    def __init__(self, destination: Path, *, overwrite: bool = False) -> None:
+    def __init__(
+        self,
+        destination: Path,
+        *,
+        overwrite: bool = False,
+        require_replaceable: Callable[[], None] = lambda: None,
+    ) -> None:
         self.destination, self._overwrite = destination, overwrite
+        self._require_replaceable = require_replaceable
         self._made: list[Path] = []
         self._moved: list[str] = []
         self._folder: PartialFolder | None = None
@@ -81,6 +89,7 @@ class PartialDirectory:
         remove_leftovers(self.destination)
         place = staging_parent(self.destination)
         self._inside = place == self.destination
+        self._replaces = self._overwrite and self.destination.is_dir()
         self._make_parents(self.destination.parent)
         self._folder = PartialFolder(place, self.destination.name)
         self.path = self._folder.path / CONTENT
@@ -197,7 +206,8 @@ class PartialDirectory:
 
     def _rename(self, folder: PartialFolder) -> None:
         """Put the directory at a free path, or exchange it with the existing one."""
-        if self._overwrite and self.destination.is_dir():
+        if self._replaces and self.destination.is_dir():
+            self._require_replaceable()
             _give_access(self._content, self.destination.stat())
             exchange(folder, self.destination)
             return

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import lcm, prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from mca_models.storage.byte_ranges import Gather, Move, Shape, plan_gather
 from mca_models.weights import Param
@@ -23,8 +23,10 @@ from mca_models.weights.arrays import Array, NumpyArray
 from mca_models.weights.layouts import Layout, Transposed
 from mca_models.weights.rules import Shard
 
-if TYPE_CHECKING:
-    pass
+Side = int | None
+HF: Side = None
+_MAX_RULES = 4096
+_MOST_NUMBERS = 1 << 28  # 2 GiB of them
 
 
 class _Rectangle(NamedTuple):
@@ -135,10 +137,6 @@ def _rows(part: int, start: int, length: int, columns: int, other: int) -> Itera
         yield _Rectangle(part, last // columns, 0, 1, stop - last, 1, last + shift, 1)
 
 
-Side = int | None
-HF: Side = None
-
-
 @dataclass(frozen=True)
 class Rule:
     """The part of a ``Param`` that decides where its elements lie; equal for all layers and experts."""
@@ -188,8 +186,6 @@ class Rule:
         return replace(self, hf_layout=self.hf_layout.inside)
 
 
-_MAX_RULES = 4096
-_MOST_NUMBERS = 1 << 28  # 2 GiB of them
 _KNOWN_RULES: dict[tuple[int, int, int, bool], Rule] = {}
 
 

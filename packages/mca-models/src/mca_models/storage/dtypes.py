@@ -3,13 +3,8 @@
 Torch's dtypes are not known here.
 """
 
-from typing import TYPE_CHECKING
-
 from mca_config.errors import McaError
 from mca_models.weights.arrays import NumpyDtype
-
-if TYPE_CHECKING:
-    pass
 
 ITEM_SIZES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,

@@ -11,8 +11,10 @@ INFINITY = {
     "bfloat16": 0x7F80,
     "float32": 0x7F800000,
     "float64": 0x7FF0000000000000,
+    "float8_e4m3fn": 0x7F,
 }
-"""Bits of infinity by NumPy's name of the type; all bits of the exponent, and no others."""
+"""Bits of infinity by NumPy's name of the type; all bits of the exponent, and no others. In e4m3 they are those of NaN,
+as it has no infinity."""
 
 
 def all_finite(values: NumpyArray) -> bool:

@@ -49,6 +49,10 @@ class Manifest:
 
     def save(self, iteration: Path) -> int:
         """Write the manifest into directory ``iteration``; returns its size."""
+        return write_file(iteration / FILE_NAME, self.to_json())
+
+    def to_json(self) -> bytes:
+        """Return the contents of the file."""
         document = {
             "version": VERSION,
             "files": {
@@ -60,7 +64,7 @@ class Manifest:
                 for name, record in self.tensors.items()
             },
         }
-        return write_file(iteration / FILE_NAME, _one_entry_a_line(document).encode() + b"\n")
+        return _one_entry_a_line(document).encode() + b"\n"
 
     @staticmethod
     def load(iteration: Path) -> "Manifest":

@@ -17,16 +17,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mca_config.errors import McaError
 from mca_config.files import naming_read_errors, open_regular
 from mca_config.types import JsonObject, Typed
 from mca_models.storage.dtypes import ITEM_SIZES, numpy_dtype
 from mca_models.weights.arrays import Contiguous, NumpyArray
-
-if TYPE_CHECKING:
-    pass
 
 MAX_HEADER_BYTES = 100_000_000  # as the reference implementation
 _METADATA = "__metadata__"

@@ -22,6 +22,8 @@ _Part = tuple[int, int, int]  # start, length, checksum
 
 Written = Mapping[str, Sequence[_Part]]
 """Written ranges of one process in a file: start, length and checksum of each stretch, by tensor."""
+_SYNC_FILE_RANGE_WRITE = 2
+_WRITEBACK_BYTES = 16 << 20
 
 
 def as_bytes(data: Contiguous) -> memoryview:
@@ -61,8 +63,6 @@ def _load_sync_file_range() -> Callable[..., int] | None:
     return function
 
 
-_SYNC_FILE_RANGE_WRITE = 2
-_WRITEBACK_BYTES = 16 << 20
 _sync_file_range = _load_sync_file_range()
 
 

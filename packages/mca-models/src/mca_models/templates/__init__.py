@@ -111,6 +111,7 @@ _IN_ITS_FILE = (
     "lfm2_moe",
     "lfm2_vl",
     "lfm3",
+    "lfm3_vl",
     "llama4_text",
     "longcat_flash",
     "mellum",
@@ -124,6 +125,7 @@ _IN_ITS_FILE = (
     "jamba",
     "kimi_k25",
     "lighton_ocr",
+    "mamba",
     "llama4",
     "llava",
     "llava_next",
@@ -167,6 +169,8 @@ _IN_ITS_FILE = (
 """Types whose family is ``FAMILY`` of the module of their name."""
 _WITH_ANOTHER = {
     "aya_vision": "cohere2_vision:AYA_VISION",
+    "falcon_mamba": "mamba:FALCON",
+    "mamba2": "mamba:MAMBA2",
     "glm4v_moe": "glm4v:MOE_FAMILY",
     "glm46v": "glm4v:GLM46V",
     "kimi_k2": "deepseek_v3:KIMI_K2",

@@ -10,7 +10,7 @@ from mca_models.templates.parts.common import embedding, head, renamed
 from mca_models.templates.parts.mamba import FEED_FORWARD, PLAIN_STEPS
 from mca_models.templates.parts.moe import AUX_LOSS, mlp_layers
 from mca_models.templates.parts.names import MoeNames
-from mca_models.templates.parts.selective_scan import FIELDS, KIND, SIZES, scanned_or_attended
+from mca_models.templates.parts.selective_scan import CHANNELS, FIELDS, KIND, scanned_or_attended, step_rank
 from mca_models.weights import Param
 
 NAMES = MoeNames(router="mlp.router.weight")
@@ -73,7 +73,7 @@ FAMILY = Family(
         constants={"moe_router_pre_softmax": True},
         fixed=(SILU, PLAIN_STEPS),
         aliases={"num_local_experts": "num_experts"},
-        facts=(Lens(read, write), SIZES, AUX_LOSS),
+        facts=(Lens(read, write), CHANNELS, step_rank("mamba_dt_rank"), AUX_LOSS),
     ),
     params=params,
     moe=NAMES,

@@ -6,7 +6,7 @@ No pickle is executed. Where there are safetensors too, those are read instead.
 from collections.abc import Sequence
 from pathlib import Path
 
-from mca_config.errors import McaError
+from mca_config.errors import McaError, with_location
 from mca_config.files import has_entry, read_json, resolve_inside
 from mca_models.storage.lazy_tensor import StridedTensor
 from mca_models.storage.safetensors import TensorInfo
@@ -41,7 +41,11 @@ def _indexed(path: Path) -> Sequence[TensorInfo | StridedTensor]:
         raise McaError(f"{path / INDEX}: has no 'weight_map' from tensor to file names; fetch the file again")
     found: dict[str, TensorInfo | StridedTensor] = {}
     for name in sorted(set(weight_map.values())):
-        tensors = read_tensors(resolve_inside(path, name))
+        try:
+            file = resolve_inside(path, name)
+        except McaError as error:
+            raise with_location(error, path / INDEX) from None
+        tensors = read_tensors(file)
         if twice := sorted(found.keys() & tensors.keys()):
             raise McaError(f"{path}: tensor {twice[0]} is in {found[twice[0]].file.name} and in {name}")
         found |= tensors

@@ -22,7 +22,9 @@ from mca_train.batching.packing import (
     count_samples,
     count_tokens,
     kl_sequence,
-    require_plain_sample,
+    require_integers,
+    require_vocabulary,
+    sample_tokens,
     split_sequences,
 )
 from mca_train.batching.routed_experts import (
@@ -62,10 +64,8 @@ class PadCollator:
 
     def __call__(self, features: list[JsonObject]) -> dict[str, Tensor]:
         """Return ``input_ids`` and ``labels`` ``[b, s]``, ``num_tokens`` ``[b]`` without padding, and ``values``."""
-        ids = [torch.as_tensor(_tokens(feature)).long() for feature in features]
-        for feature in features:
-            require_plain_sample(feature)
-        labels = [torch.as_tensor(feature.get("labels", feature["input_ids"])).long() for feature in features]
+        samples = [sample_tokens(_with_tokens(feature)) for feature in features]
+        ids, labels = [tokens for tokens, _ in samples], [targets for _, targets in samples]
         pad = torch.nn.utils.rnn.pad_sequence
         values = collect_values(features)
         return {
@@ -76,26 +76,26 @@ class PadCollator:
         }
 
 
-def _tokens(sample: Sample) -> Sample:
+def _with_tokens(sample: Sample) -> Sample:
     if not isinstance(sample, Mapping) or "input_ids" not in sample:
         has = f"has {', '.join(map(str, sample))}" if isinstance(sample, Mapping) else f"is {sample!r:.80}"
         raise McaError(
             f"a sample of the dataset {has}; expected 'input_ids', and 'labels' if not all are targets"
         )
-    return sample["input_ids"]
+    return sample
 
 
 class CountedSamples(Dataset[tuple[Sample, bool]]):
     """Dataset in which index ``~i`` returns sample ``i`` marked as one that does not count."""
 
     def __init__(self, dataset: SampleSource) -> None:
-        self._dataset = dataset
+        self.samples = dataset
 
     def __len__(self) -> int:
-        return len(self._dataset)
+        return len(self.samples)
 
     def __getitem__(self, index: int) -> tuple[Sample, bool]:
-        return self._dataset[max(index, ~index)], index >= 0
+        return self.samples[max(index, ~index)], index >= 0
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Sample, bool]]:
         return [self[index] for index in indices]
@@ -118,6 +118,8 @@ class StepCollator:
         images: Image options of this rank.
         experts: Check of the experts of samples.
         positions: Number of learned position embeddings; None: the model has none.
+        vocab_size: Vocabulary size of the model without padding, to check tokens and labels; None: not checked.
+        num_classes: Number of classes, one of which is the value of each sample; None: values are other numbers.
     """
 
     collate: Collator
@@ -132,6 +134,8 @@ class StepCollator:
     images: ImageBatching = field(default_factory=ImageBatching)
     experts: ExpertBatching = field(default_factory=ExpertBatching)
     positions: int | None = None
+    vocab_size: int | None = None
+    num_classes: int | None = None
 
     def __call__(self, samples: Sequence[tuple[Sample, bool]]) -> StepBatch:
         """Collate the ``(sample, counts)`` pairs of this rank."""
@@ -148,19 +152,24 @@ class StepCollator:
         size = self.micro_batch_size
         groups = [samples[start : start + size] for start in range(0, len(samples), size)]
         flat = self.experts.checked([_split_samples(group) for group in groups])
-        made, lengths, tokens = self._pack(flat) if self.packed else self._pad_batches(flat)
+        micro_batches, lengths, digest = self._pack(flat) if self.packed else self._pad_batches(flat)
         if self.positions is not None:
             require_learned_positions(max(lengths), self.positions)
         if (experts := experts_checksum(chain(*flat))) is not None:
-            tokens = combine_checksums(tokens, experts)
-        made = tuple(self._add_sequence_data(batch, group) for batch, group in zip(made, flat, strict=True))
+            digest = combine_checksums(digest, experts)
+        micro_batches = tuple(
+            self._add_sequence_data(batch, group) for batch, group in zip(micro_batches, flat, strict=True)
+        )
+        if self.num_classes is not None:
+            for batch in micro_batches:
+                _require_classes(batch.values, self.num_classes)
         return StepBatch(
-            micro_batches=made,
-            seq_length=made[0].input_ids.shape[1] * self.context_parallel_size,
+            micro_batches=micro_batches,
+            seq_length=micro_batches[0].input_ids.shape[1] * self.context_parallel_size,
             num_samples=sum(count_samples(sample) for sample, counts in samples if counts),
             num_tokens=sum(lengths),
             squares=sum(length * length for length in lengths),
-            checksum=tokens,
+            checksum=digest,
         )
 
     def _add_sequence_data(self, batch: MicroBatch, group: Sequences) -> MicroBatch:
@@ -186,8 +195,7 @@ class StepCollator:
         if self.length is not None and length > self._padded_length([self.length]):
             raise McaError(
                 f"data_collator made rows of {max(widths)} tokens, the longest sample has {self.length}; MoE layers "
-                "need "
-                "equally long rows on all ranks; remove pad_to_multiple_of from it, and anything that adds tokens"
+                "need equally long rows on all ranks; remove pad_to_multiple_of from it, and anything that adds tokens"
             )
         sizes = (
             [len(group) for group in groups]
@@ -195,21 +203,27 @@ class StepCollator:
             else [len(batch["input_ids"]) for batch in batches]
         )
         lengths = [int(tokens) for batch in batches for tokens in batch["num_tokens"]]
-        whole = checksum(batch[name] for batch in batches for name in ("input_ids", "labels"))
-        return self._micro_batches(batches, length, sizes), lengths, whole
+        digest = checksum(batch[name] for batch in batches for name in ("input_ids", "labels"))
+        return self._micro_batches(batches, length, sizes), lengths, digest
 
     def _pack(self, groups: Sequence[Sequences]) -> tuple[tuple[MicroBatch, ...], list[int], int]:
         """Return the micro-batches, the number of counted tokens per sequence, and the checksum over all tokens."""
         size = self.context_parallel_size
         multiple = 2 * size if size > 1 else 1
         rows = [build_row(group, multiple, self.pad_token_id, IGNORED) for group in groups]
+        if self.vocab_size is not None:
+            for row in rows:
+                own = zip(row.input_ids, row.num_tokens, strict=True)
+                ids = torch.cat([tokens[:length] for tokens, length in own])
+                require_vocabulary(ids, torch.cat(row.labels), self.vocab_size)
         length = self._padded_length([row.length for row in rows])
         padded = [row.pad_to(length, self.pad_token_id, IGNORED) for row in rows]
         num_tokens = [tokens for row in rows for tokens in row.num_tokens]
-        whole = checksum(tokens for row in padded for tokens in (*row.input_ids, *row.labels))
-        return tuple(self._packed_micro_batch(row) for row in padded), num_tokens, whole
+        digest = checksum(tokens for row in padded for tokens in (*row.input_ids, *row.labels))
+        return tuple(self._packed_micro_batch(row) for row in padded), num_tokens, digest
 
     def _packed_micro_batch(self, row: Row) -> MicroBatch:
+        """Return a row of packed sequences as ``[1, s / cp]`` tensors; each sequence is split over context ranks."""
         lengths = [len(ids) for ids in row.input_ids]
         labels = [self._next_labels(labels[None]) for labels in row.labels]
 
@@ -243,6 +257,10 @@ class StepCollator:
         )
 
     def _collate(self, group: Sequences) -> dict[str, Tensor]:
+        """Return the collator's ``input_ids`` and ``labels`` ``[b, s]`` and ``num_tokens`` ``[b]``, checked.
+
+        Sequences that do not count have no targets and no tokens.
+        """
         features = [feature for feature, _ in group]
         batch = dict(self.collate([without_experts(feature) for feature in features]))
         for name in ("input_ids", "labels", VALUES):
@@ -259,11 +277,24 @@ class StepCollator:
             )
         padding = torch.arange(batch["input_ids"].shape[1]) >= batch["num_tokens"][:, None]
         labels = batch["labels"] if "labels" in batch else batch["input_ids"].masked_fill(padding, IGNORED)
+        self._require_tokens(batch["input_ids"].masked_fill(padding, 0), labels)
         batch["labels"] = labels.masked_fill(~counts[:, None], IGNORED)
         batch["num_tokens"] = batch["num_tokens"] * counts
         if VALUES not in batch and (values := collect_values(features)):
             batch[VALUES] = torch.stack(values)
         return batch
+
+    def _require_tokens(self, ids: Tensor, labels: Tensor) -> None:
+        """Raise a `McaError` unless rows ``ids`` with padding 0 have labels of their shape, of the vocabulary."""
+        if labels.shape != ids.shape:
+            raise McaError(
+                f"data_collator made labels of shape {list(labels.shape)} for input_ids of {list(ids.shape)}; expected "
+                "equal shapes: one label per token, not shifted unless collator_format says so"
+            )
+        for name, tensor in (("input_ids", ids), ("labels", labels)):
+            require_integers(tensor, f"data_collator made {name}")
+        if self.vocab_size is not None:
+            require_vocabulary(ids.long(), labels.long(), self.vocab_size)
 
     def _micro_batches(
         self, batches: list[dict[str, Tensor]], length: int, sizes: list[int]
@@ -304,10 +335,11 @@ class StepCollator:
 
     def _position_ids(self, length: int) -> Tensor:
         """Return the positions of a padded sequence, clamped to the number of learned positions."""
-        places = torch.arange(length)
-        return places if self.positions is None else places.clamp(max=self.positions - 1)
+        positions = torch.arange(length)
+        return positions if self.positions is None else positions.clamp(max=self.positions - 1)
 
     def _slice(self, whole: Tensor, axis: int = 1) -> Tensor:
+        """Return this context rank's two of ``2 cp`` parts of ``axis``."""
         return take_rank_tokens(
             whole, axis, self.context_parallel_rank, self.context_parallel_size
         ).contiguous()
@@ -350,8 +382,18 @@ def _require_right_padding(batch: Mapping[str, Tensor], mask: Tensor) -> None:
     if places.shape == ids.shape and bool(((places != torch.arange(ids.shape[1])) & (mask > 0)).any()):
         raise McaError(
             "data_collator made position_ids that do not count from 0, which suggests several samples in one row; "
-            "remove "
-            "it and set sequence_packing"
+            "remove it and set sequence_packing"
+        )
+
+
+def _require_classes(values: Tensor | None, count: int) -> None:
+    """Raise a `McaError` unless the first value of each sequence, if it has any, is one of ``count`` classes."""
+    classes = torch.zeros(0) if values is None else values[:, 0]
+    wrong = (classes < 0) | (classes >= count) | (classes != classes.floor())
+    if bool(wrong.any()):
+        raise McaError(
+            f"a sample of the dataset has class {float(classes[wrong][0]):g} in 'values'; expected a whole number from "
+            f"0 to {count - 1}, the labels of the model's head; leave out samples without a class"
         )
 
 

@@ -31,18 +31,19 @@ class ImageBatching(MediaJoiner):
             for images, (_, counts) in zip(found, sequences, strict=True)
             for place in (images.places if images and counts else ())
         ]
-        seen, heard = (
+        image_tokens, audio_tokens = (
             sum(place.tokens for place in counted if place.medium == medium) for medium in ("image", "audio")
         )
         made = self.join(found, lengths, cut, packed=batch.cu_seqlens is not None)
         return replace(
             batch,
-            image_tokens=seen,
-            audio_tokens=heard,
+            image_tokens=image_tokens,
+            audio_tokens=audio_tokens,
             sections=made.sections,
             attention_ends=made.attention_ends,
             feature_rows=made.feature_rows,
             images=made.images,
+            has_media=True,
         )
 
 

@@ -47,9 +47,12 @@ class MicroBatch:
     """``[b, s]``: one past the last token that each token attends to, with bidirectional image attention; None:
     causal."""
     feature_rows: Tensor | None = None
-    """``[b, s]``: row of the image features that replaces the token, or -1; only on the first pipeline stage."""
+    """``[b, s]``: row of the image features that replaces the token, or -1; on the first pipeline stage, and with MTP
+    layers on all."""
     images: Mapping[str, Tensor] | None = None
     """Inputs of the vision tower for all images of the micro-batch; only on the first pipeline stage."""
+    has_media: bool = False
+    """A sample has images, videos or audio; the same on all pipeline stages."""
     routed_experts: Tensor | None = None
     """``[b, s, layers with experts, topk]`` int16: experts that an engine chose, -1 where the routers choose."""
     image_tokens: int = 0
@@ -120,6 +123,11 @@ class StepBatch:
     """Checksum of all tokens and labels before context-parallel slicing; equal on all ranks of a replica."""
     kl_batch: "StepBatch | None" = None
     """KTO's mismatched prompt-completion pairs of the same samples, in the same number of micro-batches."""
+
+    @property
+    def has_media(self) -> bool:
+        """A sample has images, videos or audio; the same on all ranks of a replica."""
+        return any(batch.has_media for batch in self.micro_batches)
 
     @property
     def image_tokens(self) -> int:

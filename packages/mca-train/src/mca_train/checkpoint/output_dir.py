@@ -25,6 +25,7 @@ _WRITTEN = (
     "checkpoint-*",
     f"{HF_FOLDER}/*",
 )
+logger = logging.getLogger(__name__)
 
 
 def require_usable(output_dir: Path, sources: Iterable[str | Path | None]) -> None:
@@ -95,9 +96,6 @@ def _is_ours(folder: Path) -> bool:
         return "mca_version" in json.loads((folder / FILE_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError):
         return False
-
-
-logger = logging.getLogger(__name__)
 
 
 def require_free(output_dir: Path, start: Path | None, *, overwrite: bool) -> None:

@@ -11,6 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Protocol
 
@@ -173,7 +174,10 @@ def remove_unfinished(output_dir: Path, prefix: str) -> None:
         McaError: It cannot be listed.
     """
     with naming_read_errors(output_dir):
-        leftovers = list(output_dir.glob(f"{prefix}-*.partial-*"))
+        entries = (
+            list(output_dir.iterdir()) if output_dir.is_dir() else []
+        )  # glob hides errors on Python 3.12
+    leftovers = [entry for entry in entries if fnmatch(entry.name, f"{prefix}-*.partial-*")]
     for leftover in leftovers:
         remove_leftovers(leftover.with_name(leftover.name.split(".partial-")[0]))
 

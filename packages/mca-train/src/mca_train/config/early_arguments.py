@@ -10,10 +10,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from mca_config.fields import alternatives, is_enum
-from mca_config.training_checks import CheckedArguments
+from mca_config.training_checks import CheckedArguments, is_supported_optimizer
 from mca_config.types import HfArguments
+from mca_train.config.early_rules import integration_problems, schedule_key_problems
 
-_CLASS, _WORDS = "TrainingArguments", "ExplicitEnum"
+_CLASS, _WORDS, _OPTIMIZERS = "TrainingArguments", "ExplicitEnum", "OptimizerNames"
 _FILES = ("debug_utils.py", "trainer_utils.py", "training_args.py")
 
 
@@ -26,7 +27,7 @@ def hf_fields() -> type:
     """Return a dataclass with the fields of Hugging Face's ``TrainingArguments``: names, types, defaults, help texts.
 
     They are read from the source of the installed transformers, with the enumerations of their choices: its import
-    takes seconds, ``--help`` 0.2 s.
+    takes seconds, ``--help`` 0.2 s. Of the optimizers those remain that Megatron has.
 
     If the source cannot be read in this way, return the class itself.
     """
@@ -48,6 +49,8 @@ def read_hf_fields() -> type:
     for node in kept:
         node.body = [each for part in node.body for each in _fields_and_constants(part)]
         node.decorator_list = []
+        if node.name == _OPTIMIZERS:
+            node.body = [part for part in node.body if is_supported_optimizer(_constant(part))]
     known = {_WORDS: Choice, "field": dataclasses.field, "Any": object, "Literal": typing.Literal}
     known |= {"ParallelismConfig": object, "trainer_log_levels": {}}
     exec(compile(ast.Module([*kept], []), str(found.origin), "exec"), known)
@@ -63,11 +66,18 @@ def _fields_and_constants(node: ast.stmt) -> Iterator[ast.stmt]:
         yield from (each for each in inner if isinstance(each.value, ast.Constant))
 
 
+def _constant(node: ast.stmt) -> str:
+    """Return the value of an enumeration's member."""
+    return (
+        str(node.value.value) if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) else ""
+    )
+
+
 @cache
 def early_arguments() -> type:
     """Return a class with the fields of `mca_config.TrainingArguments` and its checks that need no import of torch.
 
-    Missing are checks of installed packages (``report_to``), of schedules, and Hugging Face's own.
+    Missing are the values of schedules, and Hugging Face's own checks.
     """
     read = hf_fields()
     if issubclass(read, CheckedArguments):
@@ -82,6 +92,10 @@ def early_arguments() -> type:
     @dataclasses.dataclass(kw_only=True)
     class EarlyArguments(CheckedArguments, read):  # type: ignore[misc, valid-type]
         """Arguments with the values that Hugging Face's set-up would give them, as far as rules read these."""
+
+        def _problems(self) -> list[str]:
+            args: HfArguments = self
+            return [*super()._problems(), *integration_problems(args), *schedule_key_problems(args)]
 
         def __post_init__(self) -> None:
             self.derive_settings()

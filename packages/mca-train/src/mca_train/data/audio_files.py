@@ -65,6 +65,7 @@ class AudioFile(EncodedFile):
                 f"audio {self.place}: {len(mono)} of {facts.frames} samples can be decoded; the file is damaged; "
                 "encode it again, or remove the row"
             )
+        require_finite(mono, f"audio {self.place}")
         return resample(mono, facts, rate)
 
     @contextmanager
@@ -79,6 +80,22 @@ class AudioFile(EncodedFile):
             soundfile.SoundFile(stream) as sound,
         ):
             yield sound
+
+
+def require_finite(mono: NDArray[np.float32], name: str) -> None:
+    """Raise an error for samples that would make the loss NaN; files of floating-point samples may have such.
+
+    Args:
+        mono: Samples.
+        name: Name of their file, for errors.
+
+    Raises:
+        McaError: A sample is infinite or not a number.
+    """
+    if faults := int((~np.isfinite(mono)).sum()):
+        raise McaError(
+            f"{name}: {faults} of {len(mono)} samples are infinite or not a number; encode it again, or remove the row"
+        )
 
 
 def resample(mono: NDArray[np.float32], facts: AudioFacts, rate: int) -> NDArray[np.float32]:

@@ -65,16 +65,16 @@ class AudioTokens:
         Raises:
             McaError: The clip is too long or too short.
         """
-        heard = self._heard
+        longest = self._max_seconds
         limit = self._options.max_seconds
         if limit is not None and facts.seconds > limit:
             raise McaError(
                 f"it lasts {facts.seconds:.1f} seconds, more than audio_max_seconds {limit:g}; cut it, raise "
                 "audio_max_seconds, or remove the row"
             )
-        if heard is not None and facts.seconds > heard:
+        if longest is not None and facts.seconds > longest:
             raise McaError(
-                f"it lasts {facts.seconds:.1f} seconds, and the model hears at most {heard:g}; cut it, or remove "
+                f"it lasts {facts.seconds:.1f} seconds, and the model hears at most {longest:g}; cut it, or remove "
                 "the row"
             )
         samples = facts.frames_at(self.extractor.sampling_rate)
@@ -83,7 +83,7 @@ class AudioTokens:
         return Grid.audio(count)
 
     @property
-    def _heard(self) -> float | None:
+    def _max_seconds(self) -> float | None:
         """Return the seconds that the model hears at most; None: any number."""
         if self._tower.unpadded or self._tower.windows is None:
             return None
@@ -183,7 +183,7 @@ class MarkedAudioTokens(AudioTokens):
         self.before, self.after = marks[:1], marks[1:]
 
     @property
-    def _heard(self) -> float | None:
+    def _max_seconds(self) -> float | None:
         has_spectra = hasattr(self.extractor, "hop_length")
         return _GEMMA4_SAMPLES / float(self.extractor.sampling_rate) if has_spectra else None
 

@@ -13,7 +13,13 @@ from typing import Literal, cast
 
 from mca_config.errors import McaError, UsageError
 from mca_config.types import JsonObject, Values
-from mca_train.config.arguments import DataArguments, DefaultColumn, PairArguments, explicit_columns
+from mca_train.config.arguments import (
+    ClassifyArguments,
+    DataArguments,
+    DefaultColumn,
+    PairArguments,
+    explicit_columns,
+)
 from mca_train.data.message_parts import MEDIA
 from mca_train.data.tools import Tools, as_functions, parse_calls, parse_tools
 
@@ -162,6 +168,13 @@ def require_named_column(
             f"{column}, "
             "or remove it"
         )
+
+
+def require_label_column(names: Sequence[str], arguments: ClassifyArguments, key: str) -> None:
+    """Raise an error for rows without the column of labels."""
+    column = arguments.label_column
+    if column not in names:
+        raise UsageError(f"{key}: no column '{column}' ({_describe_columns(names)}); set label_column")
 
 
 def _describe_columns(names: Sequence[str], found: Sequence[Format] = ()) -> str:

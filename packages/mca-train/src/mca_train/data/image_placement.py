@@ -2,13 +2,13 @@
 
 Parts of messages     {"type": "image", "image" | "path" | "url" | "base64" | "bytes": ...}, {"type": "image_url"}, or
                       {"image": ...} without a type; the same with video and audio
-A column of images    replaces {"type": "image"} without data, and <image> in text; without any placeholder, the images
+A column of images    replaces {"type": "image"} without data, or <image> in text; without any placeholder, the images
                       precede the first turn of the user; the same with columns of videos and audio
 Neither               <image> is plain text
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from mca_config.errors import McaError
 from mca_config.printable import counted
@@ -22,6 +22,7 @@ from mca_train.data.message_parts import (
     TAGS,
     has_data,
     media_type,
+    require_no_unread_keys,
     require_supported,
 )
 from mca_train.data.row_paths import RowPaths
@@ -39,6 +40,7 @@ class MediaPlacer:
             placeholder.
         open_file: Function from a medium and a value in the row to the file.
         on_plain_tag: Callback for a user's text with the tag of a medium that the row's columns do not have.
+        typed: Media with parts without data, which are the placeholders: their tags in text parts are text.
     """
 
     def __init__(
@@ -47,7 +49,9 @@ class MediaPlacer:
         open_file: Callable[[str, object], MediaFile],
         *,
         on_plain_tag: Callable[[str], None],
+        typed: Collection[str] = (),
     ) -> None:
+        self._typed = typed
         self._columns = {medium: list(columns.get(medium, ())) for medium in MEDIA}
         self._open, self._on_plain_tag = open_file, on_plain_tag
         self._next = dict.fromkeys(MEDIA, 0)
@@ -69,18 +73,27 @@ class MediaPlacer:
             if plain and turn.get("role") == "user":
                 self._on_plain_tag(content)
             if any(tag in content for tag in self._tags):
-                return {**turn, "content": list(self._split_text(content))}
+                return {**turn, "content": list(self._split_text(content, self._tags))}
         if isinstance(content, list):
-            return {**turn, "content": [self._part(part) for part in content]}
+            return {**turn, "content": [new for part in content for new in self._parts(part)]}
         return turn
 
-    def _split_text(self, text: str) -> Iterator[JsonObject]:
-        for piece in re.split(f"({'|'.join(map(re.escape, self._tags))})", text):
-            if (medium := self._tags.get(piece)) is not None:
+    def _split_text(self, text: str, tags: Mapping[str, str]) -> Iterator[JsonObject]:
+        for piece in re.split(f"({'|'.join(map(re.escape, tags))})", text):
+            if (medium := tags.get(piece)) is not None:
                 self._add_next(medium)
                 yield {"type": medium}
             elif piece:
                 yield {"type": "text", "text": piece}
+
+    def _parts(self, part: object) -> Iterator[object]:
+        """Yield the part, or those that the tags in its text make of it."""
+        text = part.get("text") if isinstance(part, dict) and media_type(part) is None else None
+        tags = {tag: medium for tag, medium in self._tags.items() if medium not in self._typed}
+        if isinstance(text, str) and any(tag in text for tag in tags):
+            yield from self._split_text(text, tags)
+        else:
+            yield self._part(part)
 
     def _part(self, part: object) -> object:
         require_supported(part)
@@ -91,6 +104,8 @@ class MediaPlacer:
             self._num_placeholders[medium] += 1
             self.files.append(self._open(medium, {**part, "type": None}))
         else:
+            if not self._columns[medium]:
+                require_no_unread_keys(part, medium)
             self._add_next(medium)
         return {"type": medium}
 
@@ -136,9 +151,16 @@ def require_equal_counts(places: int, files: int, medium: str = IMAGE) -> None:
     """
     if places != files:
         raise McaError(
-            f"{counted(places, 'placeholder')} of {medium}s ({TAGS[medium]}, or parts of type {medium}) but "
-            f"{counted(files, medium)}; their numbers must be equal"
+            f"{counted(places, 'placeholder')} of {medium}s ({TAGS[medium]}, or parts of type {medium} without a "
+            f"file) but {counted(files, medium)}; their numbers must be equal"
         )
+
+
+def typed_media(turns: Iterable[object]) -> set[str]:
+    """Return the media with parts without data in ``turns``."""
+    contents = (turn.get("content") for turn in turns if isinstance(turn, dict))
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return {medium for part in parts if (medium := media_type(part)) is not None and not has_data(part)}
 
 
 def as_media_list(found: object) -> list[object]:

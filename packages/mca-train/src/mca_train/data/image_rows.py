@@ -28,6 +28,7 @@ from mca_train.data.image_placement import (
     as_media_list,
     open_media_file,
     require_equal_counts,
+    typed_media,
 )
 from mca_train.data.image_processors import image_tokens, with_image_marks
 from mca_train.data.long_texts import TokenPrefix
@@ -230,8 +231,9 @@ class ImageRows:
             return open_media_file(medium, value, self._reader.paths, fps)
 
         for columns in self._sequence_columns:
-            places = MediaPlacer(of_columns, open_file, on_plain_tag=on_plain_tag)
             turns = {name: plain[name] for name in columns if isinstance(plain.get(name), list)}
+            typed = typed_media(turn for some in turns.values() for turn in some)
+            places = MediaPlacer(of_columns, open_file, on_plain_tag=on_plain_tag, typed=typed)
             if repeated:
                 del turns[prompt]
             read = {name: [places.turn(turn) for turn in some] for name, some in turns.items()}

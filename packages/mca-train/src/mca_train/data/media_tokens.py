@@ -82,11 +82,11 @@ class MediaTokens:
             with _naming(f"{IMAGE} {file.place}"):
                 return images.grid(*size)
         if isinstance(file, AudioFile):
-            audio, heard = self._audio, file.facts()
+            audio, clip = self._audio, file.facts()
             with _naming(f"{AUDIO} {file.place}"):
-                return audio.grid(heard)
+                return audio.grid(clip)
         videos = self._videos
-        facts = file.facts(sound=videos.hears)
+        facts = file.facts(sound=videos.uses_sound)
         with _naming(f"{VIDEO} {file.place}"):
             return videos.grid(facts)
 

@@ -77,6 +77,19 @@ def require_supported(part: object) -> None:
     _CHECKS[kind](part)
 
 
+def require_no_unread_keys(part: Mapping[str, object], kind: str) -> None:
+    """Raise an error for a part of a medium whose file is in no key that is read.
+
+    Raises:
+        McaError: The part has other keys.
+    """
+    if unread := [str(key) for key, value in part.items() if key != "type" and _is_set(value)]:
+        keys = ", ".join(_KEYS[kind])
+        raise McaError(
+            f"a part of type {part.get('type', kind)} has {', '.join(unread)}, and no file: expected one of {keys}"
+        )
+
+
 def require_no_video_options(video: Mapping[str, object]) -> None:
     """Raise an error for options of single videos, because a run reads all videos alike.
 
@@ -121,6 +134,7 @@ def require_no_audio_options(audio: Mapping[str, object]) -> None:
         )
 
 
+_KEYS = {IMAGE: IMAGE_KEYS, VIDEO: VIDEO_KEYS, AUDIO: AUDIO_KEYS}
 _CHECKS = {IMAGE: require_no_size, VIDEO: require_no_video_options, AUDIO: require_no_audio_options}
 
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 VIDEO_TAG = "<video>"
 """Placeholder of a video of InternVL, which ``config.json`` does not name."""
+logger = logging.getLogger(__name__)
+IMAGE_TAG = TAGS[IMAGE]
 
 
 def media_fields(config: McaModelConfig, tokenizer: "PreTrainedTokenizerBase") -> Values | None:
@@ -68,11 +70,6 @@ def spell_placeholders(text: str, tokenizer: "PreTrainedTokenizerBase", vision: 
         elif piece:
             tokens += encode_in_pieces(tokenizer, piece)
     return tokens
-
-
-logger = logging.getLogger(__name__)
-
-IMAGE_TAG = TAGS[IMAGE]
 
 
 class MediaTagCheck:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     import datasets
     from transformers import PreTrainedTokenizerBase
 
+logger = logging.getLogger(__name__)
+
 
 def map_in_memory(
     rows: "datasets.Dataset",
@@ -53,9 +55,6 @@ def map_in_memory(
         new_fingerprint=generate_random_fingerprint(),
         features=datasets.Features(features),
     )
-
-
-logger = logging.getLogger(__name__)
 
 
 def pretrain_blocks(
@@ -174,41 +173,50 @@ def answer_sequences(rows: "datasets.Dataset", answers: AnswerRows, workers: int
     Raises:
         McaError: A row is invalid, or none is left.
     """
-    length, key, wanted, images = answers.length, answers.key, answers.wanted, answers.images
     tokenized = _tokenize_rows(rows, answers, workers)
-    warn_truncated_rows(tokenized["is_cut"], length, key)
+    warn_truncated_rows(tokenized["is_cut"], answers.length, answers.key)
+    kept, grids = _rows_with_targets(tokenized, answers), None
+    if answers.images is not None and any(any(sides) for sides in tokenized["grids"]):
+        message = f"{answers.key}: {{}} seq_length {answers.length}"
+        kept, grids = _drop_cut_images(kept, tokenized["grids"], answers.images, message)
+    samples = TokenDataset.from_samples(sequence for _, row in kept for sequence in row)
+    if answers.numbers is not None:
+        numbers = tokenized["numbers"]
+        samples.values = np.array([numbers[number] for number, row in kept for _ in row], np.float64)
+    if answers.images is not None and grids is not None:
+        sides = len(kept[0][1])
+        row_numbers = (number for number, _ in kept for _ in range(sides))
+        table = ImageTable.from_samples(
+            (own, [(number, which) for which in range(len(own))])
+            for own, number in zip(grids, row_numbers, strict=True)
+        )
+        samples.images = DatasetImages(
+            rows=rows, table=table, read=answers.images, key=answers.key, sides=sides
+        )
+    return samples
+
+
+def _rows_with_targets(tokenized: "datasets.Dataset", answers: AnswerRows) -> list[tuple[int, list[Encoded]]]:
+    """Return number and sequences of each row in which every sequence has a target; the others are counted.
+
+    Raises:
+        McaError: There is none.
+    """
+    length, key, wanted = answers.length, answers.key, answers.wanted
     columns = zip(tokenized["input_ids"], tokenized["is_target"], strict=True)
-    answered = [
+    kept = [
         (number, list(zip(tokens, targets, strict=True)))
         for number, (tokens, targets) in enumerate(columns)
         if all(any(side[1:]) for side in targets)
     ]
-    if not answered:
+    if not kept:
         raise McaError(
             f"{key}: no row has {wanted} within seq_length {length}"
             "; raise seq_length, or look at the rows with mca-train data"
         )
-    if lacking := len(tokenized) - len(answered):
+    if lacking := len(tokenized) - len(kept):
         logger.warning("%s", missing_target_warning(key, lacking, len(tokenized), wanted, length))
-    kept = answered
-    has_images = images is not None and any(any(sides) for sides in tokenized["grids"])
-    if images is not None and has_images:
-        kept, grids = _drop_cut_images(
-            answered, tokenized["grids"], images, f"{key}: {{}} seq_length {length}"
-        )
-    made = TokenDataset.from_samples(sequence for _, row in kept for sequence in row)
-    if answers.numbers is not None:
-        row_numbers = tokenized["numbers"]
-        made.values = np.array([row_numbers[number] for number, row in kept for _ in row], np.float64)
-    if images is not None and has_images:
-        sides = len(kept[0][1])
-        places = (number for number, _ in kept for _ in range(sides))
-        table = ImageTable.from_samples(
-            (own, [(number, which) for which in range(len(own))])
-            for own, number in zip(grids, places, strict=True)
-        )
-        made.images = DatasetImages(rows=rows, table=table, read=images, key=key, sides=sides)
-    return made
+    return kept
 
 
 def _tokenize_rows(rows: "datasets.Dataset", answers: AnswerRows, workers: int | None) -> "datasets.Dataset":

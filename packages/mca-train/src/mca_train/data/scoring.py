@@ -7,7 +7,7 @@ trailing padding, such as an EOS that is also the padding token, is removed.
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from mca_config.errors import McaError, UsageError
+from mca_config.errors import McaError
 from mca_config.types import Typed, Values
 from mca_train.config.arguments import ClassifyArguments, RewardArguments, explicit_columns
 from mca_train.data.chat import TemplateInputs, chat_ids
@@ -20,7 +20,7 @@ from mca_train.data.encoding import (
     template_inputs,
     tokenize_answers,
 )
-from mca_train.data.formats import detect_format, require_named_column
+from mca_train.data.formats import detect_format, require_label_column, require_named_column
 from mca_train.data.long_texts import TokenPrefix, encode_prefix
 from mca_train.data.preferences import pair_encoder
 
@@ -113,9 +113,8 @@ def label_reader(
         kind: ``problem_type`` of the model.
         key: Argument that names the files, for errors.
     """
+    require_label_column(names, arguments, key)
     column = arguments.label_column
-    if column not in names:
-        raise UsageError(f"{key}: no column '{column}' (columns: {', '.join(names)}); set label_column")
     makers: dict[str, Callable[[Typed], list[float]]] = {
         "single_label_classification": lambda value: [float(_class(value, labels, column))],
         "multi_label_classification": lambda value: _multi_label(value, labels, column),

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mca_config.errors import McaError, UsageError
-from mca_train.data.audio_files import AudioFacts, resample
+from mca_train.data.audio_files import AudioFacts, require_finite, resample
 from mca_train.data.encoded_file import EncodedFile
 from mca_train.data.image_files import ImageFile, open_image
 from mca_train.data.message_parts import VIDEO, VIDEO_KEYS, require_no_video_options
@@ -77,8 +77,8 @@ class VideoFile(EncodedFile):
                 raise McaError(f"video {self.place} has {lacking}; encode it again, or remove the row")
             sides = (first.height, first.width)
             height, width = sides if _quarter_turns(first) % 2 == 0 else sides[::-1]
-            heard = _read_sound_header(container) if sound else None
-            return VideoFacts(max(frames, 1), float(rate), height, width, heard)
+            sound_header = _read_sound_header(container) if sound else None
+            return VideoFacts(max(frames, 1), float(rate), height, width, sound_header)
 
     def sound(self, rate: int) -> NDArray[np.float32]:
         """Return the mean of all channels of the first audio stream, resampled: ``[samples]``.
@@ -106,6 +106,7 @@ class VideoFile(EncodedFile):
                 f"video {self.place}: {len(mono)} of {facts.frames} samples of its sound can be decoded; the file is "
                 "damaged; encode it again, or remove the row"
             )
+        require_finite(mono, f"video {self.place}, its sound")
         whole = np.pad(mono[: facts.frames], (0, max(facts.frames - len(mono), 0)))
         return resample(whole.astype(np.float32), facts, rate)
 

@@ -46,7 +46,7 @@ class SoundingVideoTokens:
         chunk: Time positions of a chunk; None: the order is that of time.
     """
 
-    hears = True
+    uses_sound = True
 
     def __init__(
         self,
@@ -138,9 +138,9 @@ def chunked_runs(times: Sequence[float], sound: int, chunk: int) -> list[Run]:
         chunk: Time positions of a chunk.
     """
     found: list[Run] = []
-    for pictures, heard in zip_longest(_chunks(times, chunk), _chunks(range(sound), chunk)):
+    for pictures, sounds in zip_longest(_chunks(times, chunk), _chunks(range(sound), chunk)):
         found += [] if pictures is None else [(VIDEO, *pictures)]
-        found += [] if heard is None else [(AUDIO, *heard)]
+        found += [] if sounds is None else [(AUDIO, *sounds)]
     return found
 
 
@@ -195,5 +195,5 @@ def sounding_video_tokens(
         )
     seconds = (config.vision_fields or {}).get("seconds_per_chunk", 2.0)
     chunk = int(per_second * seconds) if part.video_rules.sound == "chunks" else None
-    heard = audio_tokens(config, directories, tokenizer, audio)
-    return SoundingVideoTokens(frames, heard, media_marks(config, AUDIO), per_second, chunk)
+    sound = audio_tokens(config, directories, tokenizer, audio)
+    return SoundingVideoTokens(frames, sound, media_marks(config, AUDIO), per_second, chunk)

@@ -63,7 +63,7 @@ class VideoTokens:
         UsageError: The options do not fit the processor.
     """
 
-    hears = False
+    uses_sound = False
     """The sound of videos is used."""
 
     def __init__(

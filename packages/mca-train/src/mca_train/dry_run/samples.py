@@ -22,6 +22,8 @@ from mca_train.plan.audio_memory import Clips, PlannedMedia
 from mca_train.plan.vision_memory import Images
 from mca_train.types import Upstream
 
+Routing = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+
 
 class LongestSamples(Dataset[JsonObject]):
     """Dataset of samples of ``length`` tokens, all of which count.
@@ -69,7 +71,7 @@ def _blank(media: PlannedMedia) -> SampleImages:
     clips, places, start = media.clips, list[ImageSpan](), 0
     seen = [images for images in (media.images, media.videos) if images is not None]
     for images in seen:
-        step, side = images.tokens + images.words, images.side
+        step, side = images.tokens + images.num_text_tokens, images.side
         shape = (side, side) if images.extent is None else (1, images.tokens)
         places += [ImageSpan(start + number * step, *shape) for number in range(images.count)]
         start += images.length
@@ -165,9 +167,6 @@ _PIXELS = {
     "joined_tiles": _joined_tiles,
     "shapes": _shapes,
 }
-
-
-Routing = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 def route_evenly(chunks: Iterable[torch.nn.Module], answers: FakeValues | None = None) -> None:

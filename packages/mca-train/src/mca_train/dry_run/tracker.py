@@ -24,6 +24,14 @@ from torch.utils.flop_counter import flop_registry
 from mca_models.megatron.platform import replaced
 from mca_train.types import Upstream
 
+WEIGHTS, GRADIENTS, OPTIMIZER, REFERENCE, STEP = "weights", "gradients", "optimizer", "reference", "step"
+"""Phases of allocations."""
+_BETWEEN_STAGES = ("send", "recv", "recv_any_source")
+KEPT = "kept"
+"""Category of tensors of a step that one pass keeps for another."""
+MessageKind = tuple[str, tuple[int, ...]]
+"""Operation, and ranks of its process group."""
+
 
 class ModuleNames:
     """Tracer of the module that is running.
@@ -71,13 +79,6 @@ class ModuleNames:
         self._stack.pop()
 
 
-WEIGHTS, GRADIENTS, OPTIMIZER, REFERENCE, STEP = "weights", "gradients", "optimizer", "reference", "step"
-"""Phases of allocations."""
-_BETWEEN_STAGES = ("send", "recv", "recv_any_source")
-KEPT = "kept"
-"""Category of tensors of a step that one pass keeps for another."""
-
-
 @dataclass
 class Allocation:
     """A storage."""
@@ -107,10 +108,6 @@ class Peak:
             kept = found.phase == STEP and found.ended_in != found.made_in
             sizes[KEPT if kept else found.phase] += found.bytes
         return sizes
-
-
-MessageKind = tuple[str, tuple[int, ...]]
-"""Operation, and ranks of its process group."""
 
 
 @dataclass

@@ -1,5 +1,6 @@
 """Megatron's training step on this rank: data parallelism, optimizer, and the pipeline's schedule."""
 
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +22,13 @@ from mca_train.losses import moe_aux, mtp
 from mca_train.losses.token_loss import ItemCount, LossFunction, StepLoss, count_step, num_targets
 from mca_train.types import Chunk, TrainingArguments, Upstream, Wrapper
 
+_FIXED = ("freeze", "max_grad_norm", "adam_beta1", "adam_beta2", "adam_epsilon")
+_PART_RATES = (
+    *("vision_learning_rate", "audio_learning_rate", "projector_learning_rate"),
+    *("decoupled_lr", "decoupled_min_lr"),
+)
+_RUN_RATES = ("learning_rate", "min_lr")
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -31,14 +39,6 @@ class StepResult:
     grad_norm: float | None
     had_targets: bool = True
     """False if the loss count of the global batch is 0."""
-
-
-_FIXED = ("freeze", "max_grad_norm", "adam_beta1", "adam_beta2", "adam_epsilon")
-_PART_RATES = (
-    *("vision_learning_rate", "audio_learning_rate", "projector_learning_rate"),
-    *("decoupled_lr", "decoupled_min_lr"),
-)
-_RUN_RATES = ("learning_rate", "min_lr")
 
 
 def _fixed_arguments(args: TrainingArguments) -> JsonObject:
@@ -95,7 +95,7 @@ class Engine(Pipeline):
         self.optimizer_name = args.optimizer or "adam"
         self._fixed_arguments = _fixed_arguments(args)
         self._trained = self._requires_grad()
-        self._wire()
+        self._set_schedule_callbacks()
         for chunk in self.chunks:
             chunk.train()
 
@@ -145,7 +145,7 @@ class Engine(Pipeline):
         """Return ``requires_grad`` of every parameter."""
         return [param.requires_grad for chunk in self.chunks for param in chunk.parameters()]
 
-    def _wire(self) -> None:
+    def _set_schedule_callbacks(self) -> None:
         """Set the schedule's callbacks: gradient scale, gradient and parameter synchronization, end of the step."""
         calls: JsonObject = {
             "grad_scale_func": self.optimizer.scale_loss,
@@ -164,11 +164,11 @@ class Engine(Pipeline):
         """Reduce the gradients and divide them by the loss count, which may be a fraction."""
         from megatron.core.distributed import finalize_model_grads
 
-        self._loss_count = number = groups.sum_over_data(self._added_up().targets)
+        self._loss_count = count = groups.sum_over_data(self._step_loss().targets)
         if self.configs[0].moe_router_enable_expert_bias:
-            moe_aux.mask_expert_counts(self.models, number != 0)
+            moe_aux.mask_expert_counts(self.models, count != 0)
         finalize_model_grads(chunks, **options)
-        scale = torch.where(number > 0, 1 / number, 1.0).float()
+        scale = torch.where(count > 0, 1 / count, 1.0).float()
         for chunk in chunks:
             chunk.scale_gradients(scale)
 
@@ -200,8 +200,9 @@ class Engine(Pipeline):
         """
         self.require_active_engine()
         # Megatron reduces the whole buffer in place, and would reduce earlier gradients twice
-        earlier = [buffer.grad_data.clone() for buffer in self._grad_buffers()] if accumulate else []
-        count = self._loss_count if accumulate else None
+        buffers = self._grad_buffers() if accumulate else []
+        earlier_grads = [buffer.grad_data.clone() for buffer in buffers]
+        earlier_count = self._loss_count if accumulate else None
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -209,10 +210,10 @@ class Engine(Pipeline):
             if self.configs[0].num_moe_experts or self.configs[0].mtp_num_layers:
                 self._begin_step(batch)
             loss = self.run(batch, forward_only=False)
-        for buffer, gradients in zip(self._grad_buffers() if accumulate else (), earlier, strict=True):
+        for buffer, gradients in zip(buffers, earlier_grads, strict=True):
             buffer.grad_data.add_(gradients)
-        if count is not None and self._loss_count is not None:
-            self._loss_count = self._loss_count + count
+        if earlier_count is not None and self._loss_count is not None:
+            self._loss_count = self._loss_count + earlier_count
         return loss
 
     def _grad_buffers(self) -> list[Upstream]:
@@ -237,8 +238,18 @@ class Engine(Pipeline):
                 )
 
     def optimizer_step(self) -> StepResult:
-        """Clip the gradients and update the parameters; a step without targets updates nothing, on any rank."""
-        if self._loss_count is not None and float(self._loss_count) == 0:
+        """Clip the gradients and update the parameters; a step without targets updates nothing, on any rank.
+
+        Raises:
+            McaError: The loss count of the step is negative or not finite.
+        """
+        count = 1.0 if self._loss_count is None else float(self._loss_count)
+        if not 0 <= count < math.inf:
+            raise McaError(
+                f"compute_loss returned counts with the sum {count:g} over the global batch; expected 0 or more: "
+                "return the number of targets, or the sum of their weights"
+            )
+        if count == 0:
             return StepResult(updated=False, grad_norm=None, had_targets=False)
         updated, grad_norm, _ = self.optimizer.step()
         return StepResult(bool(updated), None if grad_norm is None else float(grad_norm))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from mca_config.types import JsonObject
 from mca_models.megatron.distributed import parallel
+from mca_models.megatron.features.mtp_media import widened_length
 from mca_models.megatron.features.router_replay import (
     replay_in_backward,
     require_replayed,
@@ -39,8 +40,8 @@ class Pipeline:
         self.chunks = list(chunks)
         self._loss = loss
         self._wants_logits = wants_logits
-        self._kept: list[Tensor] = []
-        """Loss sum and loss count of each micro-batch done in the running step."""
+        self._micro_batch_sums: list[Tensor] = []
+        """Loss sum and loss count (fp64 ``[2]``) of each micro-batch done in the running step."""
         self.stopwatch: Stopwatch | None = None
         """Measures the forward passes of training steps, if set."""
         self.configs = list({id(chunk.config): chunk.config for chunk in chunks}.values())
@@ -52,33 +53,50 @@ class Pipeline:
         mtp.install_mtp_loss(self.models)
 
     def run(self, batch: StepBatch, *, forward_only: bool, loss: LossFunction | None = None) -> StepLoss:
-        """Run all micro-batches of ``batch``; return this rank's loss, computed by ``loss`` if given."""
+        """Run Megatron's schedule over all micro-batches of ``batch``; collective.
+
+        Args:
+            batch: This rank's micro-batches ``[b, s / cp]``, of equal padded length ``s``.
+            forward_only: Run no backward passes.
+            loss: Function from the last stage's output to the loss; None: the pipeline's.
+
+        Returns:
+            This rank's sums of loss and loss counts; zeros on stages without the loss.
+        """
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         parallel.activate_process_groups(self.models)
         iterators = [iter(batch.micro_batches) for _ in self.chunks]
-        self._kept = []
+        self._micro_batch_sums = []
+        length = widened_length(
+            batch.seq_length,
+            self.configs[0].mtp_num_layers,
+            self.configs[0].pipeline_model_parallel_size,
+            has_media=batch.has_media,
+        )
         with routed_passes(self.models):
             get_forward_backward_func()(
                 forward_step_func=partial(
                     self._forward_step,
                     loss=loss or self._loss,
                     stopwatch=None if forward_only else self.stopwatch,
+                    sends_features=length > batch.seq_length,
                 ),
                 data_iterator=iterators if len(iterators) > 1 else iterators[0],
                 model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
                 num_microbatches=len(batch.micro_batches),
-                seq_length=batch.seq_length,
+                seq_length=length,
                 micro_batch_size=batch.micro_batch_size,
-                decoder_seq_length=batch.seq_length,
+                decoder_seq_length=length,
                 forward_only=forward_only,
             )
         for ropes in self._ropes.values():
             set_longest_sequence(ropes, 0)
-        return self._added_up()
+        return self._step_loss()
 
-    def _added_up(self) -> StepLoss:
-        return sum_micro_batches(self._kept, self._device)
+    def _step_loss(self) -> StepLoss:
+        """Return the sums over the micro-batches done so far."""
+        return sum_micro_batches(self._micro_batch_sums, self._device)
 
     def evaluate(self, batch: StepBatch) -> StepLoss:
         """Return the loss of ``batch`` on this rank, without gradients."""
@@ -105,10 +123,18 @@ class Pipeline:
         *,
         loss: LossFunction,
         stopwatch: Stopwatch | None = None,
+        sends_features: bool = False,
     ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor | JsonObject, ...]]]:
+        """Run one micro-batch through ``model``, as Megatron's schedule calls it.
+
+        Returns:
+            The output: on the last stage ``[b, s / cp]`` losses or ``[b, s / cp, vocab / tp]`` logits, on others hidden
+            states ``[s / cp, b, h]``; and the function from the last stage's output to the loss.
+        """
         on_host = next(batches)
         batch = on_host.to(self._device)
-        set_longest_sequence(ropes := self._length_dependent_ropes(model), batch.longest)
+        ropes = self._length_dependent_ropes(model)
+        set_longest_sequence(ropes, batch.longest)
         set_routed_experts(model, batch.routed_experts)
         with nullcontext() if stopwatch is None else stopwatch.running():
             output = model(
@@ -120,12 +146,13 @@ class Pipeline:
                 padding_mask=pass_sequence_ids(batch, model),
                 packed_seq_params=_packed_params(batch, on_host.cu_seqlens),
                 **self._images(batch),
+                **({"sends_features": True} if sends_features else {}),
             )
         require_replayed(model)
         replay_in_backward(model, batch.routed_experts, output)
         if ropes and output.requires_grad:  # recomputation runs after other micro-batches' passes
             output.register_hook(lambda gradient: set_longest_sequence(ropes, batch.longest))
-        return output, megatron_loss(loss, batch, self._kept)
+        return output, megatron_loss(loss, batch, self._micro_batch_sums)
 
     def _length_dependent_ropes(self, model: Chunk) -> tuple[Chunk, ...]:
         """Return the chunk's rotary embeddings that depend on the sequence length."""
@@ -135,12 +162,14 @@ class Pipeline:
 
     def _images(self, batch: MicroBatch) -> JsonObject:
         """Return a chunk's image inputs, with pixels in the weights' dtype."""
-        ends = {} if batch.attention_ends is None else {"attention_ends": batch.attention_ends}
+        ends: JsonObject = {} if batch.attention_ends is None else {"attention_ends": batch.attention_ends}
+        if batch.feature_rows is not None:
+            ends["feature_rows"] = batch.feature_rows
         if batch.images is None:
             return ends
         dtype = next(self.chunks[0].parameters()).dtype
         images = {name: x.to(dtype) if x.is_floating_point() else x for name, x in batch.images.items()}
-        return {"images": images, "feature_rows": batch.feature_rows, **ends}
+        return {"images": images, **ends}
 
     @property
     def _device(self) -> torch.device:

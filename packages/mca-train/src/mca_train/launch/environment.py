@@ -2,7 +2,7 @@
 
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -50,9 +50,9 @@ def join(backend: str, timeout: timedelta) -> "Attempt | None":
     return None
 
 
-def started_by_launcher(environment: Mapping[str, str] = os.environ) -> bool:
+def started_by_launcher() -> bool:
     """Return whether torchrun (or SLURM, or this module) started this process as one of several ranks."""
-    return "RANK" in environment and "WORLD_SIZE" in environment
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def is_first() -> bool:

@@ -29,6 +29,14 @@ from mca_train.launch.failures import End, done_mark, explain, report_failure
 
 _LONGEST = 107 - len("/listener-xxxxxxxx")  # bytes of a path of a folder for sockets
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_GRACE = (
+    1.0  # seconds to collect the exits that distinguish the first failed rank from those that it made fail
+)
+POLL = 0.02
+_LAST_WORDS = 10.0  # seconds in which a failed rank may flush buffers, while the others wait for it
+_PR_SET_PDEATHSIG = 1
+_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @contextmanager
@@ -79,16 +87,6 @@ def _sockets_in(folder: Path) -> Iterator[None]:
     finally:
         for setting, folder_before in zip(settings, before, strict=True):
             setting["tempdir"] = folder_before
-
-
-_GRACE = (
-    1.0  # seconds to collect the exits that distinguish the first failed rank from those that it made fail
-)
-POLL = 0.02
-_LAST_WORDS = 10.0  # seconds in which a failed rank may flush buffers, while the others wait for it
-_PR_SET_PDEATHSIG = 1
-_FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def fork_ranks(target: Callable[[], None], num_ranks: int, folder: Path) -> int:

@@ -17,6 +17,17 @@ from mca_config.types import JsonObject
 from mca_train.losses.token_loss import StepCounts
 from mca_train.types import Chunk, Upstream
 
+_LAYER_INPUTS = (
+    "input_ids",
+    "position_ids",
+    "attention_mask",
+    "rotary_pos_emb",
+    "rotary_pos_cos",
+    "rotary_pos_sin",
+    "packed_seq_params",
+    "sequence_len_offset",
+)
+
 
 @dataclass
 class MtpLoss:
@@ -69,18 +80,6 @@ def _postprocess(
         return output
     finally:
         model.config.mtp_num_layers = layers
-
-
-_LAYER_INPUTS = (
-    "input_ids",
-    "position_ids",
-    "attention_mask",
-    "rotary_pos_emb",
-    "rotary_pos_cos",
-    "rotary_pos_sin",
-    "packed_seq_params",
-    "sequence_len_offset",
-)
 
 
 def _run_layers(model: Chunk, hidden_states: Tensor, rest: JsonObject) -> Tensor:

@@ -68,12 +68,12 @@ class PairLogps:
 class PreferenceLoss(PreferenceOptions):
     """Loss of preference pairs."""
 
-    def seen(self, sums: PairLogps, tokens: PairLogps) -> PairLogps:
+    def logged_logps(self, sums: PairLogps, tokens: PairLogps) -> PairLogps:
         """Return the logged log-probabilities: sums with a reference, token means without one, as in TRL."""
         return sums if self.needs_reference else sums.per_token(tokens)
 
     def rewards(self, policy: PairLogps, reference: PairLogps | None) -> PairLogps:
-        """Return implicit rewards of the log-probabilities that `seen` returned."""
+        """Return implicit rewards of the log-probabilities that `logged_logps` returned."""
         gain = policy if reference is None else policy.minus(reference)
         return PairLogps(self.beta * gain.chosen, self.beta * gain.rejected)
 

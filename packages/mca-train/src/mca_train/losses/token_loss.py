@@ -20,6 +20,8 @@ from mca_train.types import Upstream
 
 ItemCount = Callable[[MicroBatch], Tensor]
 """Function that returns the loss count of a micro-batch of this rank."""
+LossFunction = Callable[[Tensor, MicroBatch], tuple[Tensor, Tensor]]
+"""``(output of the last stage, micro-batch) -> (sum over targets, number of targets)``, of this rank."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +53,6 @@ def _counts(micro: MicroBatch, depths: range, num_items: ItemCount) -> Tensor:
     targets = [num_items(micro), *(micro.target_mask(depth).sum() for depth in depths[1:])]
     tokens = [(micro.tokens_remaining >= depth).sum() for depth in depths]
     return torch.stack([torch.stack([count.double() for count in row]) for row in (targets, tokens)])
-
-
-LossFunction = Callable[[Tensor, MicroBatch], tuple[Tensor, Tensor]]
-"""``(output of the last stage, micro-batch) -> (sum over targets, number of targets)``, of this rank."""
 
 
 @dataclass(frozen=True)

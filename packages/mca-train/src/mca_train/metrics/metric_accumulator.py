@@ -19,6 +19,11 @@ from mca_train.types import Chunk
 
 Reduce = Callable[[Tensor], Tensor]
 """Element-wise reduction over all ranks; collective."""
+Extreme = Literal["smallest", "largest"]
+_SIGNS: dict[Extreme, float] = {"smallest": -1.0, "largest": 1.0}
+"""Factor that turns an extreme into a maximum."""
+_MISSING = torch.finfo(torch.float64).min
+"""Value of ranks and steps without candidates."""
 
 
 class StepRows:
@@ -61,13 +66,6 @@ class StepRows:
         width = self.before.shape[1]
         full = [[*row, *[0.0] * (width - len(row))] for row in rows]
         self.before = torch.tensor(full, dtype=torch.float64).reshape(len(rows), width)
-
-
-Extreme = Literal["smallest", "largest"]
-_SIGNS: dict[Extreme, float] = {"smallest": -1.0, "largest": 1.0}
-"""Factor that turns an extreme into a maximum."""
-_MISSING = torch.finfo(torch.float64).min
-"""Value of ranks and steps without candidates."""
 
 
 class MetricAccumulator:

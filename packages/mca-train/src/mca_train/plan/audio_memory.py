@@ -293,6 +293,6 @@ class PlannedMedia:
 
     def running(self, sizes: Sizes) -> float:
         """Return the peak bytes of the towers' forward passes if they save nothing."""
-        seen = [part.running(sizes) for part in (self.images, self.videos) if part is not None]
-        heard = 0.0 if self.clips is None else self.clips.running(sizes)
-        return max(sum(seen), heard)  # images and frames are computed together
+        vision = sum(part.running(sizes) for part in (self.images, self.videos) if part is not None)
+        audio = 0.0 if self.clips is None else self.clips.running(sizes)
+        return max(vision, audio)  # images and frames are computed together

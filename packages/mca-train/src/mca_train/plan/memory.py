@@ -10,10 +10,7 @@ from typing import TYPE_CHECKING
 from mca_config.layout import ParallelLayout, RankGrid
 from mca_config.model_config import McaModelConfig
 from mca_config.pipeline import PipelineChunk
-from mca_models.lora import rules_for_training
 from mca_models.templates.parts.layer_costs import EIGHTH, HALF, SINGLE
-from mca_train.config.model import resolve_layout
-from mca_train.config.model_parts import trained_parts
 from mca_train.plan.audio_memory import PlannedMedia
 from mca_train.plan.chunks import ChunkSpec, Implementation, PassMemory, chunk_memory, forward_only_memory
 from mca_train.plan.counts import Count, ModelCounts, optimizer_shards
@@ -22,7 +19,6 @@ from mca_train.plan.sizes import Sizes, element_bytes
 
 if TYPE_CHECKING:
     from mca_config.training import TrainingArguments
-    from mca_models.lora.config import AdapterConfig
 
 GIB = 1024**3
 _ADAM_MOMENTS = 2
@@ -155,47 +151,6 @@ class PlanInput:
         return None if self.frozen is None else self.model.total - self.frozen.total
 
 
-def make_plan(
-    config: McaModelConfig,
-    training: "TrainingArguments",
-    seq_length: int,
-    world_size: int,
-    *,
-    sequences: int = 1,
-    adapter: "AdapterConfig | None" = None,
-    reference: McaModelConfig | None = None,
-    implementation: Implementation = "local",
-    on_gpu: bool = False,
-) -> Plan:
-    """Plan the training of ``config`` with the arguments ``training``.
-
-    Args:
-        config: Model configuration; weights are not read.
-        training: Training arguments.
-        seq_length: Tokens of a sequence.
-        world_size: Number of ranks.
-        sequences: Sequences per sample: 2 for preference pairs.
-        adapter: Adapter to train; None: full fine-tuning.
-        reference: Configuration of a separate reference model.
-        implementation: Implementation of the layers.
-        on_gpu: The run is on a GPU.
-    """
-    layout = resolve_layout(training, config)
-    config = replace(config, layout=layout)
-    plan_input = PlanInput(
-        config=config,
-        seq_length=seq_length,
-        sequences=sequences,
-        model=ModelCounts.for_model(config),
-        adapter=ModelCounts.for_adapter(config, rules_for_training(config, adapter)) if adapter else None,
-        frozen=ModelCounts.for_frozen(config, trained_parts(training, config)),
-        reference=ModelCounts.for_model(replace(reference, layout=layout)) if reference else None,
-        implementation=implementation,
-        on_gpu=on_gpu,
-    )
-    return plan_layout(plan_input, training, layout, world_size)
-
-
 def plan_layout(
     plan_input: PlanInput, training: "TrainingArguments", layout: ParallelLayout, world_size: int
 ) -> Plan:
@@ -296,10 +251,10 @@ def _stages(
     for pp, counts in enumerate(_stage_counts(plan_input, model.training, grid)):
         needs = _needs(model, plan.chunks[pp], pp, counts, share)
         if evaluating is not None:
-            alone = int(max(forward_only_memory(evaluating, chunk) for chunk in plan.chunks[pp]))
-            needs = replace(needs, evaluation=alone if plan_input.evaluated else 0)
+            forward_only = int(max(forward_only_memory(evaluating, chunk) for chunk in plan.chunks[pp]))
+            needs = replace(needs, evaluation=forward_only if plan_input.evaluated else 0)
             if plan_input.precomputed:
-                needs = replace(needs, beforehand=needs.reference + alone, reference=0)
+                needs = replace(needs, beforehand=needs.reference + forward_only, reference=0)
         found.append(needs)
     return found
 

@@ -36,6 +36,7 @@ LAYOUT_KEYS = frozenset(
     | {"per_device_train_batch_size", "gradient_accumulation_steps", "distribute_saved_activations"}
 )
 """Arguments that a search replaces."""
+_SIZES = ("tp", "pp", "cp", "ep")
 
 
 @dataclass(frozen=True)
@@ -171,9 +172,6 @@ def _candidates(
                 if plan_input.runs_forward_alone:
                     changes["per_device_eval_batch_size"] = size
                 yield layout, changes
-
-
-_SIZES = ("tp", "pp", "cp", "ep")
 
 
 def _keys(config: McaModelConfig, layout: ParallelLayout) -> JsonObject:

@@ -250,8 +250,8 @@ class StepTimeModel:
             keys = 0 if config.accepts_keys else max(config.attention.num_query_groups / tp, 1) * made
             gated = 1 + config.attention.attention_output_gate
             weights = hidden * (heads * (gated * query + value) / tp + keys)
-        seen = sizes.length * sizes.layout.cp / 2
-        flops = 2 * sizes.tokens * seen * heads / tp * (query + value)
+        keys = sizes.length * sizes.layout.cp / 2  # causal: on average half of the sequence
+        flops = 2 * sizes.tokens * keys * heads / tp * (query + value)
         rate = self.hardware.device.tflops * 1e12 * self.hardware.efficiency.attention
         return weights, flops / rate
 

@@ -67,6 +67,7 @@ _BLOCKS = {
     "internvl_vision": _Block(attention=6),  # the same, with layer scale after attention and MLP
     "llama4_vision_model": _Block(attention=4),  # RoPE of complex numbers, which saves no copy
     "pixtral": _Block(attention=4, inner=4, single=2),
+    "lfm3_vl_vision": _GATED,  # convolutions with their gates save as much as attention
     "gemma4_vision": _Block(inner=4, single=13),  # four norms, and those of q, k and v
     "idefics3_vision": _Block(attention=4),  # SigLIP on patches of images of any size
     "smolvlm_vision": _Block(attention=4),
@@ -101,8 +102,8 @@ class VisionTower:
     """Frames of a video that are merged into one."""
     tile: int = 0
     """Pixels along a side of a tile, of which an image of any size has several; 0: it has none."""
-    words: int = 0
-    """Visual words, of which a feature is a mixture."""
+    visual_vocab_size: int = 0
+    """Rows of the visual embedding table, of which a feature is a mixture; 0: there is none."""
 
     @classmethod
     def from_config(cls, config: McaModelConfig) -> "VisionTower | None":
@@ -112,7 +113,8 @@ class VisionTower:
         sizes = _sizes(config.model_type, config.vision_fields["vision_config"])
         if sizes["model_type"] in ("gemma4_vision", "gemma4_unified_vision"):
             return cls._pooled(sizes, config.vision_fields.get("vision_soft_tokens_per_image", 280))
-        if {"depth", "spatial_merge_size", "temporal_patch_size"} <= sizes.keys():
+        named = "depth" in sizes or sizes["model_type"] in _BLOCKS
+        if named and {"spatial_merge_size", "temporal_patch_size"} <= sizes.keys():
             pictures: ImageLayout = "patches", None, sizes["spatial_merge_size"]
         elif "merge_kernel_size" in sizes:
             pictures = "patches", None, _square_side(sizes["merge_kernel_size"])
@@ -137,7 +139,7 @@ class VisionTower:
             side=side,
             temporal=sizes.get("temporal_patch_size", 1),
             tile=tile,
-            words=sizes["vocab_size"] if form == "marked_tiles" else 0,
+            visual_vocab_size=sizes["vocab_size"] if form == "marked_tiles" else 0,
         )
 
     @classmethod
@@ -230,7 +232,7 @@ class Images:
         trained: Trained parts of the model.
         extent: Tokens and tiles of each; None: a square of merged patches.
         videos: Videos whose frames they are; None: they are images.
-        words: Tokens of text next to each.
+        num_text_tokens: Tokens of text next to each.
     """
 
     tower: VisionTower
@@ -239,14 +241,14 @@ class Images:
     trained: "frozenset[Part]"
     extent: Extent | None = None
     videos: VideoCount | None = None
-    words: int = 1
+    num_text_tokens: int = 1
     has_image_count: bool = False
     """The tower takes the number of images in each sequence."""
 
     @property
     def length(self) -> int:
         """Tokens of a sequence that they and the text next to them take."""
-        return self.count * (self.tokens + self.words)
+        return self.count * (self.tokens + self.num_text_tokens)
 
     @property
     def side(self) -> int:
@@ -277,7 +279,7 @@ class Images:
         layer = 4 * tower.hidden**2 + factors * tower.hidden * tower.inner
         layer += 2 * tower.hidden * self._attended  # scores and their products with values
         projected = 1.0 * tower.projectors * (merged + tower.features) * tower.hidden
-        projected += tower.words * (tower.hidden + tower.features / tower.merge**2)
+        projected += tower.visual_vocab_size * (tower.hidden + tower.features / tower.merge**2)
         return 2.0 * patches * (tower.depth * layer + tower.values * tower.hidden + projected)
 
     def __str__(self) -> str:
@@ -310,9 +312,9 @@ class Images:
             found.append(
                 SavedTensor("projector", 4 * tower.projectors * merged, f"transformers: {tower.kind}")
             )
-            if tower.words:
-                words = patches / tower.merge**2 * tower.words * (sizes.width + SINGLE)
-                found.append(SavedTensor("visual words", words, f"transformers: {tower.kind}"))
+            if tower.visual_vocab_size:
+                mixtures = patches / tower.merge**2 * tower.visual_vocab_size * (sizes.width + SINGLE)
+                found.append(SavedTensor("visual words", mixtures, f"transformers: {tower.kind}"))
         return found
 
     def _block(self, sizes: Sizes) -> float:
@@ -387,6 +389,18 @@ def _require_side(config: McaModelConfig, tower: VisionTower, pixels: int | None
         )
 
 
+def _frame_side(tower: VisionTower, *, tiles: bool) -> int | None:
+    """Return the side of frames that processors make of one size; None: frames are as large as images.
+
+    Args:
+        tower: The tower.
+        tiles: Each frame is a tile.
+    """
+    if tower.form == "pooled":
+        return isqrt(FRAME_TOKENS) * tower.patch * tower.merge
+    return tower.tile if tiles else None
+
+
 def _has_image_count(config: McaModelConfig) -> bool:
     family = get_family(config.model_type).vision
     return family is not None and family.tokens_together is not None
@@ -415,6 +429,7 @@ def plan_videos(
     count: int | None = None,
     frames: int | None = None,
     pixels: int | None = None,
+    with_images: bool = False,
 ) -> Images | None:
     """Return the videos of each sequence in a plan, as images.
 
@@ -426,6 +441,7 @@ def plan_videos(
         count: Requested number; None: none, or one if frames are requested.
         frames: Requested frames of each that the model sees; None: `FRAMES`.
         pixels: Requested side of a frame; None: `PIXELS`, or what the model takes.
+        with_images: There are images of ``pixels`` too.
 
     Raises:
         UsageError: The requested videos are not possible.
@@ -438,22 +454,24 @@ def plan_videos(
             f"--videos: a {config.model_type} model takes no videos, or this kind of run supports none; remove --videos"
         )
     _require_side(config, tower, pixels)
-    number, seen = 1 if count is None else count, FRAMES if frames is None else frames
+    side = _frame_side(tower, tiles=family.tokens_per_frame is not None)
+    if side and pixels not in (None, side) and not with_images:
+        raise UsageError(
+            f"--image_size {pixels}: frames of {config.model_type} are all of {side} pixels; leave it out"
+        )
+    number, num_frames = 1 if count is None else count, FRAMES if frames is None else frames
     made = Images(
         tower=tower,
-        count=number * -(-seen // tower.temporal),
-        pixels=pixels or tower.side or PIXELS,
+        count=number * -(-num_frames // tower.temporal),
+        pixels=side or pixels or tower.side or PIXELS,
         trained=trained,
-        videos=VideoCount(number, seen),
-        words=1 if family.video_tokens == "together" else FRAME_WORDS,
+        videos=VideoCount(number, num_frames),
+        num_text_tokens=1 if family.video_tokens == "together" else FRAME_WORDS,
         has_image_count=_has_image_count(config),
     )
-    if tower.form == "pooled":
-        unit = tower.patch * tower.merge
-        made = replace(made, pixels=isqrt(FRAME_TOKENS) * unit)
     if family.tokens_per_frame is not None:
-        tokens = seen * family.tokens_per_frame(config) + 1
-        made = replace(made, count=number, pixels=tower.tile, extent=Extent(tokens, seen), words=1)
+        tokens = num_frames * family.tokens_per_frame(config) + 1
+        made = replace(made, count=number, extent=Extent(tokens, num_frames), num_text_tokens=1)
     if made.length > room:
         raise UsageError(
             f"--videos {number}: they are {made.length} tokens, and a sequence has {room} without images; use fewer "

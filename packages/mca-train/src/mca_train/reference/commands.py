@@ -61,10 +61,18 @@ _LORA = """
 # lora_alpha: 32
 # lora_target_modules: all-linear
 """
+_NAMES: dict[TypeHint, str] = {
+    type(None): "null",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    str: "string",
+    dict: "object",
+}
 
 
 def starter(task: Task, model: str, *, gpu: bool) -> str:
-    """The text of a YAML file for ``task`` on ``model``.
+    """Return the text of a YAML file for ``task`` on ``model``.
 
     Args:
         task: The kind of run.
@@ -87,16 +95,6 @@ def starter(task: Task, model: str, *, gpu: bool) -> str:
         "lora": "" if example.lora is None else _LORA + example.lora,
     }
     return (_HEAD + _BODY).format(**values)
-
-
-_NAMES: dict[TypeHint, str] = {
-    type(None): "null",
-    bool: "boolean",
-    int: "integer",
-    float: "number",
-    str: "string",
-    dict: "object",
-}
 
 
 def schema(tasks: Iterable[Task]) -> JsonObject:
@@ -153,8 +151,6 @@ def _is_json(value: Typed) -> bool:
 
 def print_schema(words: Sequence[str]) -> int:
     """Run ``schema [KIND]``: print the JSON schema of a configuration file."""
-    from mca_train.reference.commands import schema
-
     tasks = [parse_kind(words[0])] if words else list(TASKS.values())
     if len(words) > 1:
         raise UsageError(f"unexpected argument '{words[1]}'; write mca-train schema [KIND] > schema.json")
@@ -173,8 +169,6 @@ def write_starter(words: Sequence[str]) -> int:
     if path is not None and path.exists():
         raise UsageError(f"{path} exists; name another file")
     import torch
-
-    from mca_train.reference.commands import starter
 
     text = starter(task, words[1], gpu=torch.cuda.is_available())
     if path is None:
@@ -220,7 +214,6 @@ def _model_problem(model: str) -> str:
 def print_completion(words: Sequence[str]) -> int:
     """Run ``completion SHELL``: print the completion script of this command."""
     from mca_config.program import SHELLS, completion
-    from mca_train.reference.keys import task_keys
 
     if len(words) != 1:
         raise UsageError(f"mca-train completion needs a shell: {', '.join(SHELLS)}")

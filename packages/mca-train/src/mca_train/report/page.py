@@ -14,6 +14,36 @@ from mca_train.report.run_files import Points, RunFiles, read_run
 
 COLOURS = ("#1f5fa8", "#d9720b")
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 460, 210, 58, 26, 10
+GIB = 1024**3
+_OUTSIDE_STEP = "evaluation, or a reference computed first"
+_PARTS = STEP_COLOURS | {_OUTSIDE_STEP: "#9d755d"}
+"""Colours of planned memory; the last part is the memory beyond that of a step in the plan's total."""
+_FIRST = (
+    "loss",
+    "eval_loss",
+    "grad_norm",
+    "learning_rate",
+    "tokens_per_second",
+    "step_time",
+    "peak_memory_gib",
+)
+_LAST = (
+    "epoch",
+    "train_runtime",
+    "train_samples_per_second",
+    "train_steps_per_second",
+    "train_loss",
+    "total_flos",
+)
+_STYLE = """body{font:14px system-ui,sans-serif;margin:2em auto;max-width:1000px;color:#222;padding:0 1em}
+h1{font-size:1.4em}h2{font-size:1.1em;border-bottom:1px solid #ddd;margin-top:2em}
+figure{display:inline-block;margin:0 12px 12px 0}figcaption{font-weight:600}svg{max-width:100%;height:auto}
+svg text{font:11px system-ui,sans-serif;fill:#444}
+table{border-collapse:collapse}td,th{padding:2px 12px 2px 0;text-align:left;vertical-align:top}
+td{border-top:1px solid #eee}code{white-space:pre-wrap}"""
+SCHEMA, VERSION = "mca-train/report", 1
+_RECORDED = ("began", "task", "world_size", "layout")
+_OBJECTS = ("configuration", "versions", "plan")
 
 
 def lines(name: str, curves: Sequence[tuple[str, Points]]) -> str:
@@ -90,35 +120,6 @@ def _svg(width: int, height: int, marks: Sequence[str]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" role="img">'
         f"{''.join(marks)}</svg>"
     )
-
-
-GIB = 1024**3
-_OUTSIDE_STEP = "evaluation, or a reference computed first"
-_PARTS = STEP_COLOURS | {_OUTSIDE_STEP: "#9d755d"}
-"""Colours of planned memory; the last part is the memory beyond that of a step in the plan's total."""
-_FIRST = (
-    "loss",
-    "eval_loss",
-    "grad_norm",
-    "learning_rate",
-    "tokens_per_second",
-    "step_time",
-    "peak_memory_gib",
-)
-_LAST = (
-    "epoch",
-    "train_runtime",
-    "train_samples_per_second",
-    "train_steps_per_second",
-    "train_loss",
-    "total_flos",
-)
-_STYLE = """body{font:14px system-ui,sans-serif;margin:2em auto;max-width:1000px;color:#222;padding:0 1em}
-h1{font-size:1.4em}h2{font-size:1.1em;border-bottom:1px solid #ddd;margin-top:2em}
-figure{display:inline-block;margin:0 12px 12px 0}figcaption{font-weight:600}svg{max-width:100%;height:auto}
-svg text{font:11px system-ui,sans-serif;fill:#444}
-table{border-collapse:collapse}td,th{padding:2px 12px 2px 0;text-align:left;vertical-align:top}
-td{border-top:1px solid #eee}code{white-space:pre-wrap}"""
 
 
 def page(runs: Sequence[RunFiles]) -> str:
@@ -209,11 +210,6 @@ def _configuration(runs: Sequence[RunFiles]) -> str:
         if rows:
             found.append(f"<h2>{section.capitalize()}</h2>" + _table(["", *(run.name for run in runs)], rows))
     return "".join(found)
-
-
-SCHEMA, VERSION = "mca-train/report", 1
-_RECORDED = ("began", "task", "world_size", "layout")
-_OBJECTS = ("configuration", "versions", "plan")
 
 
 def write_report(

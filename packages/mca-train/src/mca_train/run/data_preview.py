@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 OPEN, CLOSE = "⟦", "⟧"
 _BARS, _WIDEST, _SHOWN, _LONGEST = 10, 40, 3, 4000
+_ROWS_OF_A_STREAM = 1000
 
 
 def render_preview(
@@ -116,9 +117,6 @@ def _count_targets(sample: Sample) -> int:
     return sum(
         int((values[1:] != IGNORED).sum()) for name, values in sample.items() if name.endswith("labels")
     )
-
-
-_ROWS_OF_A_STREAM = 1000
 
 
 def print_data(task: Task | None, values: Values, where: str) -> int:

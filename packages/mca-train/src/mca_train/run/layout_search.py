@@ -56,7 +56,7 @@ def best_layouts(
     task: "Task",
     values: Values,
     run: Run,
-    subject: PlanInput,
+    plan_input: PlanInput,
     batch: int,
     hardware: Hardware,
     allowed: Callable[[ParallelLayout], bool],
@@ -67,12 +67,12 @@ def best_layouts(
         task: The kind of run.
         values: Its keys and values.
         run: The run, without a layout.
-        subject: Input of the plan.
+        plan_input: Input of the plan.
         batch: Samples of a step.
         hardware: Hardware of the ranks.
         allowed: Returns whether the run supports a layout.
     """
-    gpus, target = run.world_size, Target.planned(subject.implementation)
+    gpus, target = run.world_size, Target.planned(plan_input.implementation)
     attends, began = _attention_check(run, target), process_time()
 
     def is_supported(layout: ParallelLayout) -> bool:
@@ -81,7 +81,7 @@ def best_layouts(
     unset = dict.fromkeys(name for name in values if name in LAYOUT_KEYS)  # layout keys of the configuration
     passing: list[Fit] = []
     refused, checked, cut = Counter[str](), 0, False
-    for fit in fitting_layouts(subject, run.settings.training, batch, gpus, hardware, is_supported):
+    for fit in fitting_layouts(plan_input, run.settings.training, batch, gpus, hardware, is_supported):
         cut = checked >= _COMPARED and process_time() - began > _SECONDS
         if cut or len(passing) == _COMPARED:
             break
@@ -91,7 +91,7 @@ def best_layouts(
         refused.update(problems)
         passing += [] if problems else [one]
     best: dict[str, TimedLayout] = {}
-    found = (with_step_time(subject, one, gpus, hardware) for one in passing)
+    found = (with_step_time(plan_input, one, gpus, hardware) for one in passing)
     for each in sorted(found, key=lambda each: each.time.total):
         best.setdefault(str(each.layout), each)
     return Best(_varied([*best.values()]), checked, refused, cut)

@@ -124,8 +124,10 @@ def _search(task: Task, values: Values, settings: Settings, options: PlanOptions
         _print_impossible(replace(findings, impossible=media.refused), options)
         return 2
     batch = layout_search.samples_per_step(requested, run.model, gpus)
-    subject = make_plan_input(run, _implementation(settings, hardware), hardware.device, media=media.counted)
-    found = layout_search.best_layouts(task, values, run, subject, batch, hardware, media.allow)
+    plan_input = make_plan_input(
+        run, _implementation(settings, hardware), hardware.device, media=media.counted
+    )
+    found = layout_search.best_layouts(task, values, run, plan_input, batch, hardware, media.allow)
     if options.json:
         sys.stdout.write(json.dumps(layout_search.document(found, batch, gpus, hardware), indent=2) + "\n")
     else:
@@ -195,13 +197,13 @@ class _Media:
     def from_run(cls, run: Run, target: "Target | None", options: PlanOptions) -> "_Media":
         """Return the media of ``run``; a default number that the run cannot use counts as none."""
         requests = (options.images, options.image_size, options.clips, options.clip_seconds)
-        watched = (options.videos, options.video_frames)
+        video_requests = (options.videos, options.video_frames)
         media = planned_media(run, *requests, videos=options.videos, frames=options.video_frames)
         if media is None:
             return cls(None, (), False, lambda _: [])
         problems = make_image_check(run, target)
         refused = tuple(f"images: {problem}" for problem in problems(run.layout))
-        requested = any(request is not None for request in (*requests, *watched))
+        requested = any(request is not None for request in (*requests, *video_requests))
         needed = requested or bool(media.trained - {"language"})
         return cls(None if refused else media, refused, bool(refused) and needed, problems)
 
@@ -228,14 +230,14 @@ class _Planned:
     def from_run(cls, run: Run, hardware: Hardware | None, media: _Media) -> "_Planned":
         """Plan ``run``."""
         implementation = _implementation(run.settings, hardware)
-        subject = make_plan_input(
+        plan_input = make_plan_input(
             run, implementation, hardware.device if hardware else None, media=media.counted
         )
         training = run.settings.training
-        plan = plan_layout(subject, training, run.layout, run.world_size)
+        plan = plan_layout(plan_input, training, run.layout, run.world_size)
         found: list[Remedy] = []
         if hardware is not None and stages_over_limit(plan, hardware.device):
-            found = find_remedies(subject, training, run.layout, run.world_size, hardware.device)
+            found = find_remedies(plan_input, training, run.layout, run.world_size, hardware.device)
         return cls(run, plan, hardware, found, media)
 
     def text(self, findings: Findings, dry_run: "DryRun | None") -> str:

@@ -52,16 +52,25 @@ def planned_media(
     if settings.lora.adapter_name_or_path is not None:
         trained = adapted_parts(settings.lora.adapter_name_or_path, run.model)
     length, takes = settings.data.seq_length, run.task.takes_images
-    alone = count is None and (videos or (videos is None and frames))  # videos without images
+    videos_only = count is None and (videos or (videos is None and frames))  # videos without images
     images = None
-    if not alone:
+    if not videos_only:
         images = plan_images(run.model, trained, length, takes=takes, count=count, pixels=pixels)
     room = length - (images.length if images else 0)
-    watched = plan_videos(run.model, trained, room, takes=takes, count=videos, frames=frames, pixels=pixels)
-    room -= watched.length if watched else 0
-    heard = plan_clips(run.model, trained, room, takes=takes, count=clips, seconds=seconds)
-    found = PlannedMedia(images=images, videos=watched, clips=heard)
-    return found if images or watched or heard else None
+    video_plan = plan_videos(
+        run.model,
+        trained,
+        room,
+        takes=takes,
+        count=videos,
+        frames=frames,
+        pixels=pixels,
+        with_images=images is not None,
+    )
+    room -= video_plan.length if video_plan else 0
+    clip_plan = plan_clips(run.model, trained, room, takes=takes, count=clips, seconds=seconds)
+    found = PlannedMedia(images=images, videos=video_plan, clips=clip_plan)
+    return found if images or video_plan or clip_plan else None
 
 
 def make_image_check(run: Run, target: "Target | None") -> Callable[[ParallelLayout], list[str]]:

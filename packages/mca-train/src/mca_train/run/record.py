@@ -42,8 +42,8 @@ def make_record(run: Run) -> JsonObject:
 def _plan(run: Run) -> JsonObject | None:
     training = run.settings.training
     try:
-        subject = make_plan_input(run, choose_implementation(training), media=_media(run))
-        return plan_document(plan_layout(subject, training, run.layout, run.world_size), run.model)
+        plan_input = make_plan_input(run, choose_implementation(training), media=_media(run))
+        return plan_document(plan_layout(plan_input, training, run.layout, run.world_size), run.model)
     except Exception as error:  # the run does not depend on it
         logger.warning("run.json has no plan of this run: %s: %s", type(error).__name__, error)
         return None

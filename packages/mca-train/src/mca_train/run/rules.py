@@ -21,7 +21,6 @@ from mca_models.megatron.features.media import image_problems
 from mca_train.config.arguments import VIDEO_KEYS, LaunchArguments
 from mca_train.config.model import (
     local_world_size,
-    make_adapter,
     model_config,
     resolve_layout,
     trained_model,
@@ -30,6 +29,7 @@ from mca_train.config.model_parts import part_problems, trained_parts
 from mca_train.config.run_config import Settings
 from mca_train.losses.preference import reference_problems
 from mca_train.lr_schedule import schedule_problems
+from mca_train.run.adapter_rules import adapter_problems
 from mca_train.run.file_rules import FILE_RULES
 from mca_train.run.key_rules import KEY_RULES
 from mca_train.run.vocabulary import vocabulary_problems
@@ -203,37 +203,16 @@ def architecture(run: Run, target: "Target | None") -> list[str]:
     samples *= RankGrid(run.layout, run.world_size).data_parallel_size
     config = replace(config, layout=run.layout)
     new_head = config.head.num_labels is not None and run.stored.head.num_labels is None
-    problems += (of_adapter := list(_adapter(run.settings, config, new_head=new_head)))
+    problems += (
+        of_adapter := list(
+            adapter_problems(run.settings, config, trained_parts(args, config), new_head=new_head)
+        )
+    )
     of_parts = [] if of_adapter else [*part_problems(args, run.settings.lora, config, megatron)]
     if not of_parts and config.vision is not None and run.settings.data.image_folder is not None:
         of_parts = [f"image_folder: {problem}" for problem in image_problems(config, run.layout, megatron)]
     problems += [*of_parts, *run.task.problems_in_megatron(run.settings, megatron)]
     return [*problems, *run.task.problems_in_steps(samples)]
-
-
-def _adapter(settings: Settings, config: McaModelConfig, *, new_head: bool) -> Iterator[str]:
-    """Yield the problems of the adapter with the model, including a new head that a continued adapter does not train.
-
-    Args:
-        settings: Settings of the run.
-        config: Configuration of the trained model, with its layout.
-        new_head: The checkpoint has no head of the trained kind.
-    """
-    lora, path = settings.lora, settings.lora.adapter_name_or_path
-    if path is not None and not Path(path).is_dir():
-        return  # reported with the other directories
-    try:
-        adapter = make_adapter(lora, config, trained_parts(settings.training, config))
-    except McaError as error:
-        yield from list_problems(error)
-        return
-    if adapter is None or path is None or not new_head:
-        return
-    if not any(param.mca.startswith("output_layer.") for param in adapter[1].full_params):
-        yield (
-            f"adapter_name_or_path: the adapter in {path} does not train the new head, score; merge it into its base "
-            "model (mca-convert --merge), name the result in model_name_or_path, and set lora_rank for a new one"
-        )
 
 
 def reference(run: Run, target: "Target | None") -> Iterator[str]:

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
     from mca_train.trainer.trainer import McaTrainer
 
+logger = logging.getLogger(__name__)
+PLOT_FILE = "loss.png"
+
 
 def summary(trainer: "McaTrainer", result: "TrainOutput") -> str:
     """Return the text with steps, speed, losses and output paths."""
@@ -88,11 +91,6 @@ def averages(history: Iterable[Mapping[str, float]], since: int = 0) -> dict[str
     if not seconds:
         return {}
     return {"step_time": seconds / steps} | {name: total / seconds for name, total in totals.items()}
-
-
-logger = logging.getLogger(__name__)
-
-PLOT_FILE = "loss.png"
 
 
 def plot_losses(history: Iterable[Mapping[str, float]], folder: Path) -> Path | None:

@@ -51,9 +51,7 @@ if TYPE_CHECKING:
     from mca_train.trainer.base import TrainerOptions
     from mca_train.trainer.trainer import McaTrainer
 
-
-class _Stopped(Exception):
-    """SIGTERM during the evaluation, raised on all ranks after the same step."""
+logger = logging.getLogger(__name__)
 
 
 class LastEvaluation(TrainerCallback):  # type: ignore[misc]
@@ -68,7 +66,6 @@ class LastEvaluation(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, trainer: "McaTrainer") -> None:
         self._trainer = trainer
-        self._is_running = False
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
@@ -76,29 +73,14 @@ class LastEvaluation(TrainerCallback):  # type: ignore[misc]
         """Evaluate unless the run was stopped; after a stop during the evaluation, a resumed run repeats it."""
         if self._trainer.watch.stopped or self._is_done(state):
             return
-        self._is_running = True
-        try:
-            self._trainer.evaluate()
-        except _Stopped:
+        if not self._trainer.evaluate_until_signal():
             logger.warning("SIGTERM: the last evaluation is skipped until the run is resumed")
             self._trainer.complete_checkpoint()
-        finally:
-            self._is_running = False
-
-    def on_prediction_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
-    ) -> None:
-        """Raise `_Stopped` if all ranks agree to stop."""
-        if self._is_running and self._trainer.watch.signal.agreed():
-            raise _Stopped
 
     def _is_done(self, state: TrainerState) -> bool:
         best = best_step(self._trainer)
         step = state.global_step if best is None else best
         return any("eval_loss" in log and log["step"] == step for log in state.log_history)
-
-
-logger = logging.getLogger(__name__)
 
 
 def run(task: Task, values: Values, where: str, command: list[str]) -> int:

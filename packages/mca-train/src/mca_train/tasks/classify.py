@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, cast
 from mca_config.errors import McaError
 from mca_train.config.arguments import ClassifyArguments, DataArguments
 from mca_train.losses.options import SCORE_METRICS
-from mca_train.tasks.task import Example, ScoreTask, data_format_problems
+from mca_train.tasks.task import Example, RowContext, ScoreTask, data_format_problems
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mca_models.templates.classification_head import Head
     from mca_train.config.run_config import Settings
     from mca_train.data.encoding import RowEncoder, RowNumbers
-    from mca_train.data.image_rows import ImageReader, ImageRows
+    from mca_train.data.image_rows import ImageRows
     from mca_train.trainer.base import TrainerOptions
     from mca_train.trainer.scores import ClassificationTrainer
 
@@ -72,6 +72,13 @@ class Classify(ScoreTask):
     )
     metric_names = ("accuracy", "mean_absolute_error")
 
+    def check_columns(self, names: Sequence[str], data: DataArguments, key: str) -> None:
+        """Raise an error for rows without a text or a label, as `Task.check_columns`."""
+        from mca_train.data.formats import detect_format, require_label_column
+
+        require_label_column(names, cast("Labels", data), key)
+        detect_format(names, data, key, ("messages", "text"))
+
     def encoder(
         self, names: Sequence[str], tokenizer: "PreTrainedTokenizerBase", data: DataArguments, key: str
     ) -> "RowEncoder":
@@ -80,19 +87,13 @@ class Classify(ScoreTask):
 
         return text_encoder(names, tokenizer, cast("Labels", data), key)
 
-    def image_rows(
-        self,
-        names: Sequence[str],
-        images: "ImageReader",
-        data: DataArguments,
-        tokenizer: "PreTrainedTokenizerBase",
-        key: str,
-    ) -> "ImageRows":
+    def image_rows(self, names: Sequence[str], context: RowContext) -> "ImageRows":
         """Return the reader of rows with messages, whose media they place, or with a text."""
         from mca_train.data.formats import detect_format
 
-        known = detect_format(names, data, key, ("messages", "text"))
-        return super().image_rows(names, images, replace(data, data_format=known), tokenizer, key)
+        known = detect_format(names, context.data, context.key, ("messages", "text"))
+        data = replace(context.data, data_format=known)
+        return super().image_rows(names, replace(context, data=data))
 
     def numbers(self, names: Sequence[str], data: DataArguments, key: str) -> "RowNumbers":
         """Return the values of a row, as `AnswerTask.numbers`."""

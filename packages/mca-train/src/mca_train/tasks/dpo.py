@@ -30,6 +30,11 @@ if TYPE_CHECKING:
     from mca_train.trainer.base import TrainerOptions
     from mca_train.trainer.dpo import DpoTrainer
 
+_KEYS = """\
+dpo_beta: 0.1                           # strength of the KL penalty
+# dpo_loss: sigmoid                     # or hinge, ipo, orpo
+"""
+
 
 @dataclass(kw_only=True)
 class DpoArguments(ReferenceArguments):
@@ -89,12 +94,6 @@ class DpoArguments(ReferenceArguments):
         return PreferenceLoss(**vars(self.options()))
 
 
-_KEYS = """\
-dpo_beta: 0.1                           # strength of the KL penalty
-# dpo_loss: sigmoid                     # or hinge, ipo, orpo
-"""
-
-
 class Dpo(AnswerTask):
     """Preference tuning on a prompt with a better and a worse answer."""
 
@@ -116,6 +115,12 @@ class Dpo(AnswerTask):
     def metric_names(self) -> tuple[str, ...]:
         """Return rewards and log-probabilities of the two answers."""
         return PAIR_METRICS
+
+    def check_columns(self, names: Sequence[str], data: DataArguments, key: str) -> None:
+        """Raise an error for rows without two answers, as `Task.check_columns`."""
+        from mca_train.data.formats import detect_pair_format
+
+        detect_pair_format(names, cast("PairArguments", data), key)
 
     def encoder(
         self, names: Sequence[str], tokenizer: "PreTrainedTokenizerBase", data: DataArguments, key: str

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
-from mca_config.errors import McaError, UsageError
+from mca_config.errors import McaError
 from mca_train.config.arguments import ClassifyArguments, DataArguments
 from mca_train.losses.options import KtoOptions, kto_key_problems
 from mca_train.tasks.sft import Sft
@@ -68,11 +68,19 @@ class Kto(Sft):
         "logps/rejected",
     )
 
+    def check_columns(self, names: Sequence[str], data: DataArguments, key: str) -> None:
+        """Raise an error for rows without an answer or a label, as `Task.check_columns`."""
+        from mca_train.data.formats import require_label_column
+
+        require_label_column(names, cast("ClassifyArguments", data), key)
+        super().check_columns(names, data, key)
+
     def numbers(self, names: Sequence[str], data: DataArguments, key: str) -> "RowNumbers":
         """Return the values of a row, as `AnswerTask.numbers`."""
+        from mca_train.data.formats import require_label_column
+
+        require_label_column(names, cast("ClassifyArguments", data), key)
         column = cast("ClassifyArguments", data).label_column
-        if column not in names:
-            raise UsageError(f"{key}: no column '{column}' (columns: {', '.join(names)}); set label_column")
 
         def good(row: "Values") -> list[float]:
             if row[column] not in (True, False):

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from mca_config.errors import UsageError
 from mca_train.config.arguments import DataArguments
 from mca_train.data.files import check_file, load_rows, local_copy, reader_name, translate_read_errors
-from mca_train.data.files import translate_read_errors as named_files
 from mca_train.data.image_rows import without_decoding
 from mca_train.data.indexed import find_prefix
 from mca_train.data.mixture import Mixture
@@ -21,18 +20,16 @@ from mca_train.data.streams import open_rows
 from mca_train.data.token_cache import cache_key, file_digest, load_or_build
 from mca_train.data.tools import json_features
 from mca_train.data.urls import describe_files
-from mca_train.tasks.task import Task
+from mca_train.tasks.task import RowContext, Task
 
 if TYPE_CHECKING:
     import datasets
     from torch.utils.data import IterableDataset
     from transformers import PreTrainedTokenizerBase
 
-    from mca_config.types import Values
     from mca_train.data.image_rows import ImageReader, ImageRows
     from mca_train.data.preferences import PairDataset
     from mca_train.data.sources import Source
-    from mca_train.data.token_cache import Images
     from mca_train.data.token_dataset import Sample, TokenDataset
 
 
@@ -57,44 +54,78 @@ def load_tokenized(
     """
     key = "eval_file" if evaluation else "train_file"
     limit = arguments.max_eval_samples if evaluation else arguments.max_train_samples
-
-    own = _with_paths(images, arguments, files)
+    context = _context(tokenizer, arguments, key, images, files)
     for file in files:
         check_file(file, key)
     # once, so that the key and the rows have the same content
     copies = [local_copy(file, key) for file in files]
 
     def load() -> "datasets.Dataset":
-        return load_rows(
-            files, key, arguments, limit, task.required_column(arguments), copies, _vision(images)
-        )
+        column = task.required_column(arguments)
+        return load_rows(files, key, arguments, limit, column, copies, context.vision)
 
-    def row_arguments(rows: "datasets.Dataset") -> DataArguments:
-        return evaluation_arguments(arguments, rows.column_names) if evaluation else arguments
+    def context_for(rows: "datasets.Dataset") -> RowContext:
+        if not evaluation:
+            return context
+        return replace(context, data=evaluation_arguments(arguments, rows.column_names))
+
+    def contents() -> list[str]:
+        return [f"{file_digest(copy)} {reader_name(file)}" for file, copy in zip(files, copies, strict=True)]
+
+    return _cached_samples(task, context, files, limit, contents, load, context_for)
+
+
+def _context(
+    tokenizer: "PreTrainedTokenizerBase",
+    arguments: DataArguments,
+    key: str,
+    images: "ImageReader | None",
+    files: Sequence[str],
+    revision: str | None = None,
+) -> RowContext:
+    """Return the context of the rows of ``files``, next to which their media are."""
+    reader = images and replace(images, paths=row_paths(files, arguments.image_folder, revision))
+    return RowContext(tokenizer=tokenizer, data=arguments, key=key, images=reader)
+
+
+def _cached_samples(
+    task: Task,
+    context: RowContext,
+    files: Sequence[str],
+    limit: int | None,
+    contents: Callable[[], list[str]],
+    load: "Callable[[], datasets.Dataset]",
+    context_for: "Callable[[datasets.Dataset], RowContext]",
+) -> "TokenDataset | PairDataset":
+    """Return the samples of the rows of ``files``, from ``tokenized_cache`` if it is set.
+
+    Args:
+        task: The kind of run.
+        context: Tokenizer and arguments, from which the cache's key is made.
+        files: Names of the files.
+        limit: Number of rows that are read at most; None: all.
+        contents: Function that returns digests of the files.
+        load: Function that reads the rows.
+        context_for: Function that returns the context with the arguments for these rows.
+    """
 
     def make() -> "TokenDataset | PairDataset":
         # parquet is decoded on access
-        with named_files(key, ", ".join(files), "text", UnicodeDecodeError):
+        with translate_read_errors(context.key, ", ".join(files), "text", UnicodeDecodeError):
             rows = load()
-            return task.samples(rows, tokenizer, row_arguments(rows), key, own)
+            return task.samples(rows, context_for(rows))
 
-    if arguments.tokenized_cache is None:
-        return _set_order(files, make())
+    def read_images() -> "tuple[datasets.Dataset, ImageRows, str]":
+        rows = without_decoding(load())
+        return rows, task.image_rows(rows.column_names, context_for(rows)), context.key
 
-    rows = [f"{file_digest(copy)} {reader_name(file)}" for file, copy in zip(files, copies, strict=True)]
-    contents = [key, *rows, *_processors(own)]
-    found = load_or_build(
-        Path(arguments.tokenized_cache),
-        cache_key(task.name, contents, tokenizer, arguments, limit),
-        make,
-        _image_source(task, load, tokenizer, row_arguments, key, own),
-    )
-    return _set_order(files, found)
-
-
-def _vision(images: "ImageReader | None") -> "Values | None":
-    """Return the vision part of the model's configuration; None without one."""
-    return None if images is None else images.config.vision_fields
+    if (cache := context.data.tokenized_cache) is None:
+        samples = make()
+    else:
+        parts = [context.key, *contents(), *_processors(context.images)]
+        key = cache_key(task.name, parts, context.tokenizer, context.data, limit)
+        samples = load_or_build(Path(cache), key, make, read_images)
+    return _set_order(files, samples)
 
 
 def _set_order(files: Sequence[str], samples: "TokenDataset | PairDataset") -> "TokenDataset | PairDataset":
@@ -105,36 +136,11 @@ def _set_order(files: Sequence[str], samples: "TokenDataset | PairDataset") -> "
 
 def _processors(images: "ImageReader | None") -> list[str]:
     """Return cache keys of the processors of media."""
-    if images is None or _vision(images) is None:
+    if images is None or images.config.vision_fields is None:
         return []
     names = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
     found = (directory / name for directory in images.directories for name in names)
     return [str(images.config.vision_fields), *(file_digest(file) for file in found if file.is_file())]
-
-
-def _image_source(
-    task: Task,
-    load: "Callable[[], datasets.Dataset]",
-    tokenizer: "PreTrainedTokenizerBase",
-    row_arguments: "Callable[[datasets.Dataset], DataArguments]",
-    key: str,
-    images: "ImageReader | None",
-) -> "Images":
-    """Return the function that reads the pixels of cached samples."""
-
-    def read() -> "tuple[datasets.Dataset, ImageRows, str]":
-        assert images is not None, "samples with images are cached for a model with a vision part"
-        rows = without_decoding(load())
-        return rows, task.image_rows(rows.column_names, images, row_arguments(rows), tokenizer, key), key
-
-    return read
-
-
-def _with_paths(
-    images: "ImageReader | None", arguments: DataArguments, files: Sequence[str], revision: str | None = None
-) -> "ImageReader | None":
-    """Return ``images`` for the rows of ``files``."""
-    return images and replace(images, paths=row_paths(files, arguments.image_folder, revision))
 
 
 def load_mixture(
@@ -168,8 +174,8 @@ def load_mixture(
             parts.append(_set_order([prefix.name], task.indexed(prefix, tokenizer, arguments)))
         if rows is not None:
             own = source_arguments(source, arguments, rows.column_names, columns, key)
-            reader = _with_paths(images, own, [source.path], source.revision)
-            parts.append(_source_samples(task, source, rows, tokenizer, own, key, reader))
+            context = _context(tokenizer, own, key, images, [source.path], source.revision)
+            parts.append(_source_samples(task, source, rows, context))
     weights = [source.weight for source in sources if source.weight is not None]
     return Mixture(parts, [source.display_name for source in sources], weights or None, seed)
 
@@ -184,28 +190,12 @@ def _require_plain(source: "Source", key: str) -> None:
 
 
 def _source_samples(
-    task: Task,
-    source: "Source",
-    rows: "datasets.Dataset",
-    tokenizer: "PreTrainedTokenizerBase",
-    arguments: DataArguments,
-    key: str,
-    images: "ImageReader | None",
+    task: Task, source: "Source", rows: "datasets.Dataset", context: RowContext
 ) -> "TokenDataset | PairDataset":
-    def make() -> "TokenDataset | PairDataset":
-        with translate_read_errors(key, source.path, "text", UnicodeDecodeError):
-            return task.samples(rows, tokenizer, arguments, key, images)
+    def contents() -> list[str]:
+        return [rows._fingerprint, str(len(rows))]
 
-    if arguments.tokenized_cache is None:
-        return _set_order([source.path], make())
-    contents = [key, rows._fingerprint, str(len(rows)), *_processors(images)]
-    found = load_or_build(
-        Path(arguments.tokenized_cache),
-        cache_key(task.name, contents, tokenizer, arguments, None),
-        make,
-        _image_source(task, lambda: rows, tokenizer, lambda _: arguments, key, images),
-    )
-    return _set_order([source.path], found)
+    return _cached_samples(task, context, [source.path], None, contents, lambda: rows, lambda _: context)
 
 
 def load_stream(
@@ -228,9 +218,10 @@ def load_stream(
         images: Image reader of the model; None: rows have no images.
     """
     key = "train_file"
+    context = _context(tokenizer, arguments, key, images, files)
     column = task.required_column(arguments)
-    rows, names = open_rows(files, key, arguments, column, seed=seed, vision=_vision(images))
-    return task.stream(rows, names, tokenizer, arguments, key, _with_paths(images, arguments, files))
+    rows, names = open_rows(files, key, arguments, column, seed=seed, vision=context.vision)
+    return task.stream(rows, names, context)
 
 
 def load_first(
@@ -253,11 +244,12 @@ def load_first(
     import datasets
 
     key = "train_file"
+    context = _context(tokenizer, arguments, key, images, files)
     column = task.required_column(arguments)
-    found, _ = open_rows(files, key, arguments, column, seed=None, vision=_vision(images))
+    found, _ = open_rows(files, key, arguments, column, seed=None, vision=context.vision)
     datasets.disable_progress_bars()
     first = [{**row} for row in found]
     rows = datasets.Dataset.from_list(first, on_mixed_types="use_json")
     if (features := json_features(rows.features)) is not None:
         rows = datasets.Dataset.from_list(first, features=features)
-    return task.samples(rows, tokenizer, arguments, key, _with_paths(images, arguments, files))
+    return task.samples(rows, context)

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from mca_train.config.arguments import VIDEO_KEYS, DataArguments
-from mca_train.tasks.task import Example, Task, data_format_problems
+from mca_train.tasks.task import Example, RowContext, Task, data_format_problems
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -13,10 +13,8 @@ if TYPE_CHECKING:
     from torch.utils.data import IterableDataset
     from transformers import PreTrainedTokenizerBase
 
-    from mca_config.types import Values
     from mca_train.config.run_config import Settings
     from mca_train.data.file_rows import FileRows
-    from mca_train.data.image_rows import ImageReader, ImageRows
     from mca_train.data.token_dataset import Sample, TokenDataset
 
 
@@ -24,6 +22,7 @@ class Pretrain(Task):
     """Pretraining on concatenated texts in blocks of ``seq_length`` tokens, all of them targets."""
 
     name = "pretrain"
+    is_plain_text = True
     summary = "on plain text: all texts one after another, cut into blocks of seq_length tokens"
     unused_columns = ("messages_column", "prompt_column", "completion_column", "tools_column", *VIDEO_KEYS)
     example = Example(rows="rows with `text`", length="tokens of a block", learning_rate="3.0e-4", lora=None)
@@ -44,61 +43,37 @@ class Pretrain(Task):
 
         return indexed_blocks(prefix, data.seq_length, len(tokenizer), data.tokenized_cache)
 
-    def samples(
-        self,
-        rows: "datasets.Dataset",
-        tokenizer: "PreTrainedTokenizerBase",
-        data: DataArguments,
-        key: str,
-        images: "ImageReader | None" = None,
-    ) -> "TokenDataset":
+    def samples(self, rows: "datasets.Dataset", context: RowContext) -> "TokenDataset":
         """Return the tokenized samples, as `Task.samples`."""
         from mca_train.data.image_blocks import image_blocks
         from mca_train.data.image_rows import without_decoding
         from mca_train.data.samples import pretrain_blocks
 
-        vision = None if images is None else images.config.vision_fields
-        if images is not None and _has_images(vision, rows.column_names, data):
-            known = self.image_rows(rows.column_names, images, data, tokenizer, key)
+        data, key = context.data, context.key
+        if _has_images(context, rows.column_names):
+            known = self.image_rows(rows.column_names, context)
             return image_blocks(without_decoding(rows), known, data, key)
-        return pretrain_blocks(rows, tokenizer, data, key, vision)
-
-    def image_rows(
-        self,
-        names: Sequence[str],
-        images: "ImageReader",
-        data: DataArguments,
-        tokenizer: "PreTrainedTokenizerBase",
-        key: str,
-    ) -> "ImageRows":
-        """Return the reader of rows with images, as `Task.image_rows`."""
-        from mca_train.data.image_rows import ImageRows
-
-        return ImageRows(names, images, data, tokenizer, key, texts=True)
+        return pretrain_blocks(rows, context.tokenizer, data, key, context.vision)
 
     def stream(
-        self,
-        rows: "FileRows",
-        names: Sequence[str],
-        tokenizer: "PreTrainedTokenizerBase",
-        data: DataArguments,
-        key: str,
-        images: "ImageReader | None" = None,
+        self, rows: "FileRows", names: Sequence[str], context: RowContext
     ) -> "IterableDataset[Sample]":
         """Return the streamed samples, as `Task.stream`."""
         from mca_train.data.encoding import block_tokenizer
         from mca_train.data.image_blocks import ImageBlockStream
         from mca_train.data.streams import BlockStream
 
-        vision = None if images is None else images.config.vision_fields
-        if images is not None and _has_images(vision, names, data):
-            read = self.image_rows(names, images, data, tokenizer, key)
+        data, key = context.data, context.key
+        if _has_images(context, names):
+            read = self.image_rows(names, context)
             return ImageBlockStream(rows, names, read, data, key)
-        return BlockStream(rows, block_tokenizer(names, tokenizer, data, key, vision), data.seq_length)
+        tokenize = block_tokenizer(names, context.tokenizer, data, key, context.vision)
+        return BlockStream(rows, tokenize, data.seq_length)
 
 
-def _has_images(vision: "Values | None", names: Sequence[str], data: DataArguments) -> bool:
+def _has_images(context: RowContext, names: Sequence[str]) -> bool:
     """Return True if rows with the columns ``names`` may have images or other media and the model has vision."""
     from mca_train.data.formats import media_columns
 
-    return vision is not None and not set(media_columns(vision, data)).isdisjoint(names)
+    vision = context.vision
+    return vision is not None and not set(media_columns(vision, context.data)).isdisjoint(names)

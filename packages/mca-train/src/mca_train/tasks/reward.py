@@ -54,6 +54,12 @@ class Reward(ScoreTask):
     )
     metric_names = ("accuracy", "margin", "mean_reward", "min_reward", "max_reward")
 
+    def check_columns(self, names: Sequence[str], data: DataArguments, key: str) -> None:
+        """Raise an error for rows without two answers, as `Task.check_columns`."""
+        from mca_train.data.formats import detect_pair_format
+
+        detect_pair_format(names, cast("RewardArguments", data), key)
+
     def encoder(
         self, names: Sequence[str], tokenizer: "PreTrainedTokenizerBase", data: DataArguments, key: str
     ) -> "RowEncoder":

@@ -24,6 +24,12 @@ class Sft(AnswerTask):
     )
     summary = "on answers: messages, prompt and completion, or text; only answers count in the loss"
 
+    def check_columns(self, names: Sequence[str], data: DataArguments, key: str) -> None:
+        """Raise an error for rows of no known format, as `Task.check_columns`."""
+        from mca_train.data.formats import detect_format
+
+        detect_format(names, data, key)
+
     def encoder(
         self, names: Sequence[str], tokenizer: "PreTrainedTokenizerBase", data: DataArguments, key: str
     ) -> "RowEncoder":

@@ -6,7 +6,7 @@ A kind is a subclass in a module of this package and one line of `table`. ``data
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from mca_config.errors import UsageError
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from mca_config.model_config import McaModelConfig
+    from mca_config.types import Values
     from mca_models import VirtualModels
     from mca_models.templates.classification_head import Head
     from mca_train.config.run_config import Settings
@@ -34,6 +35,32 @@ if TYPE_CHECKING:
     from mca_train.data.token_dataset import Sample, TokenDataset
     from mca_train.trainer.base import TrainerOptions
     from mca_train.trainer.trainer import McaTrainer
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowContext:
+    """Tokenizer, arguments and image reader with which rows become samples.
+
+    Attributes:
+        tokenizer: The model's.
+        data: Columns, lengths and limits.
+        key: The argument that named the files, for errors.
+        images: Image reader of the model; None: no images.
+    """
+
+    tokenizer: "PreTrainedTokenizerBase"
+    data: DataArguments
+    key: str
+    images: "ImageReader | None" = None
+
+    @property
+    def vision(self) -> "Values | None":
+        """Return the vision part of the model's configuration; None: a text model."""
+        return None if self.images is None else self.images.config.vision_fields
+
+    def without_text_reader(self) -> "RowContext":
+        """Return the context without the image reader of a text model."""
+        return replace(self, images=None) if self.vision is None else self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +91,7 @@ class Task(ABC):
         data_arguments: Keys of its model and files: `DataArguments`, or a subclass with more columns.
         task_arguments: Dataclass of keys that only this kind has; None: there are none.
         takes_images: True if its rows may have images.
+        is_plain_text: True if its rows are plain text, in which tags place the images.
         unused_columns: Column keys that this kind does not read.
         example: Parts of its starter configuration.
         sides: Names of the sequences of a sample, each of up to ``seq_length`` tokens, which are the prefixes of its
@@ -75,6 +103,7 @@ class Task(ABC):
     data_arguments: ClassVar[type[DataArguments]] = DataArguments
     task_arguments: ClassVar[type | None] = None
     takes_images: ClassVar[bool] = False
+    is_plain_text: ClassVar[bool] = False
     unused_columns: ClassVar[tuple[str, ...]] = ()
     example: ClassVar[Example] = Example()
     sides: ClassVar[tuple[str, ...]] = ()
@@ -99,47 +128,36 @@ class Task(ABC):
         """Return the column that every file must have; None: files may differ in form."""
         return None
 
-    @abstractmethod
-    def samples(
-        self,
-        rows: "datasets.Dataset",
-        tokenizer: "PreTrainedTokenizerBase",
-        data: DataArguments,
-        key: str,
-        images: "ImageReader | None" = None,
-    ) -> "TokenDataset | PairDataset":
-        """Return the tokenized samples of ``rows``.
+    def check_columns(self, names: Sequence[str], data: DataArguments, key: str) -> None:
+        """Raise an error for rows without a column that `samples` needs; by default none is needed.
+
+        It imports no library that reads rows, so that the error comes at once.
 
         Args:
-            rows: Rows of the files, one file after another.
-            tokenizer: The model's.
-            data: Columns, lengths and limits.
+            names: Columns of the rows.
+            data: Names of columns.
             key: The argument that named the files, for errors.
-            images: Image reader of the model; None: no images.
-        """
 
-    def image_rows(
-        self,
-        names: Sequence[str],
-        images: "ImageReader",
-        data: DataArguments,
-        tokenizer: "PreTrainedTokenizerBase",
-        key: str,
-    ) -> "ImageRows":
+        Raises:
+            UsageError: A column is missing.
+        """
+        return None
+
+    @abstractmethod
+    def samples(self, rows: "datasets.Dataset", context: RowContext) -> "TokenDataset | PairDataset":
+        """Return the tokenized samples of ``rows``: those of the files, one file after another."""
+
+    def image_rows(self, names: Sequence[str], context: RowContext) -> "ImageRows":
         """Return the reader of rows with the columns ``names``, some of which have images."""
         from mca_train.data.image_rows import ImageRows
 
-        return ImageRows(names, images, data, tokenizer, key)
+        assert context.images is not None, "only a model with an image reader has rows with images"
+        texts = self.is_plain_text
+        return ImageRows(names, context.images, context.data, context.tokenizer, context.key, texts=texts)
 
     @abstractmethod
     def stream(
-        self,
-        rows: "FileRows",
-        names: Sequence[str],
-        tokenizer: "PreTrainedTokenizerBase",
-        data: DataArguments,
-        key: str,
-        images: "ImageReader | None" = None,
+        self, rows: "FileRows", names: Sequence[str], context: RowContext
     ) -> "IterableDataset[Sample]":
         """Return the same samples, made during iteration; ``names`` are the rows' columns."""
 
@@ -248,59 +266,40 @@ class AnswerTask(Task):
         """Return the function from a row to its sequences' values, such as a class; None: there are none."""
         return None
 
-    def samples(
-        self,
-        rows: "datasets.Dataset",
-        tokenizer: "PreTrainedTokenizerBase",
-        data: DataArguments,
-        key: str,
-        images: "ImageReader | None" = None,
-    ) -> "TokenDataset | PairDataset":
+    def samples(self, rows: "datasets.Dataset", context: RowContext) -> "TokenDataset | PairDataset":
         """Return the tokenized samples, as `Task.samples`."""
         from mca_train.data.image_rows import without_decoding
         from mca_train.data.preferences import PairDataset
         from mca_train.data.samples import answer_sequences
 
-        answers = self._answer_rows(rows.column_names, tokenizer, data, key, images)
+        answers = self._answer_rows(rows.column_names, context)
         if answers.images is not None:
             rows = without_decoding(rows)
-        sequences = answer_sequences(rows, answers, data.preprocessing_num_workers)
+        sequences = answer_sequences(rows, answers, context.data.preprocessing_num_workers)
         return PairDataset(sequences) if self.sides else sequences
 
     def stream(
-        self,
-        rows: "FileRows",
-        names: Sequence[str],
-        tokenizer: "PreTrainedTokenizerBase",
-        data: DataArguments,
-        key: str,
-        images: "ImageReader | None" = None,
+        self, rows: "FileRows", names: Sequence[str], context: RowContext
     ) -> "IterableDataset[Sample]":
         """Return the streamed samples, as `Task.stream`."""
         from mca_train.data.streams import AnswerStream
 
-        seen = None if images is None or images.config.vision_fields is None else images
-        answers = self._answer_rows(names, tokenizer, data, key, seen)
-        return AnswerStream(rows, answers, self.surely_has_target(tokenizer, data), sides=self.sides)
+        answers = self._answer_rows(names, context.without_text_reader())
+        is_sure = self.surely_has_target(context.tokenizer, context.data)
+        return AnswerStream(rows, answers, is_sure, sides=self.sides)
 
-    def _answer_rows(
-        self,
-        names: Sequence[str],
-        tokenizer: "PreTrainedTokenizerBase",
-        data: DataArguments,
-        key: str,
-        images: "ImageReader | None",
-    ) -> "AnswerRows":
+    def _answer_rows(self, names: Sequence[str], context: RowContext) -> "AnswerRows":
         """Return the encoding of rows with the columns ``names``."""
         from mca_train.data.image_rows import reject_images
         from mca_train.data.samples import AnswerRows
 
+        tokenizer, data, key, images = context.tokenizer, context.data, context.key, context.images
         reader, numbers = None, self.numbers(names, data, key)  # read from the row itself, in any format
         if images is None or not self.takes_images:
             model = "" if images is None else f" of a {images.config.model_type} model"
             reject_images(names, data, f"{key}: mca-train {self.name}{model}")
         else:
-            reader = self.image_rows(names, images, data, tokenizer, key)
+            reader = self.image_rows(names, context)
             names, tokenizer, data = reader.names, reader.tokenizer, reader.arguments
         return AnswerRows(
             encode=self.encoder(names, tokenizer, data, key),
@@ -342,17 +341,9 @@ class ScoreTask(AnswerTask):
 
     takes_images = True
 
-    def _answer_rows(
-        self,
-        names: Sequence[str],
-        tokenizer: "PreTrainedTokenizerBase",
-        data: DataArguments,
-        key: str,
-        images: "ImageReader | None",
-    ) -> "AnswerRows":
+    def _answer_rows(self, names: Sequence[str], context: RowContext) -> "AnswerRows":
         """Return the encoding of rows; those of a text model are read by their columns alone."""
-        seen = images if images is not None and images.config.vision_fields is not None else None
-        return super()._answer_rows(names, tokenizer, data, key, seen)
+        return super()._answer_rows(names, context.without_text_reader())
 
     def surely_has_target(
         self, tokenizer: "PreTrainedTokenizerBase", data: DataArguments

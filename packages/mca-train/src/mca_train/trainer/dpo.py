@@ -48,6 +48,15 @@ from mca_train.types import Sample, SampleSource
 if TYPE_CHECKING:
     from mca_models import VirtualModels
 
+logger = logging.getLogger(__name__)
+_SIDES = ("chosen", "rejected")
+_PARTS, _STEPS = 20, 16
+"""Largest number of saves while computing, and least number of steps between two."""
+_UNKNOWN = (
+    "precompute_ref_log_probs: this dataset did not exist when the trainer was created; create a new trainer with "
+    "it as train_dataset or eval_dataset, or set precompute_ref_log_probs to false"
+)
+
 
 class ExtraColumns(Dataset[Sample]):
     """Dataset that appends one number to the ``values`` of each sequence.
@@ -94,17 +103,6 @@ class RowSubset(Dataset[Sample]):
 
     def __getitem__(self, index: int) -> Sample:
         return self._dataset[int(self._rows[index])]
-
-
-logger = logging.getLogger(__name__)
-
-_SIDES = ("chosen", "rejected")
-_PARTS, _STEPS = 20, 16
-"""Largest number of saves while computing, and least number of steps between two."""
-_UNKNOWN = (
-    "precompute_ref_log_probs: this dataset did not exist when the trainer was created; create a new trainer with "
-    "it as train_dataset or eval_dataset, or set precompute_ref_log_probs to false"
-)
 
 
 class _Stopped(Exception):
@@ -273,8 +271,8 @@ class DpoTrainer(McaTrainer):
         reference = self._reference_logps(batch) if self.preference.needs_reference else None
         real = ((counts.chosen > 0) & (counts.rejected > 0)).float()
         losses = self.preference(sums, counts, reference)
-        seen = self.preference.seen(sums, counts)
-        self._add_metrics(seen, self.preference.rewards(seen, reference), real)
+        logged = self.preference.logged_logps(sums, counts)
+        self._add_metrics(logged, self.preference.rewards(logged, reference), real)
         return sequence_loss(losses, real, self.ranks)
 
     def _reference_logps(self, batch: MicroBatch) -> PairLogps:

@@ -5,6 +5,8 @@ The callbacks decide when to evaluate; `Hooks.compute_loss` computes the loss.
 
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import speed_metrics
@@ -51,8 +53,16 @@ class Evaluator:
     ) -> None:
         self._hf, self._hooks, self._runner = hf, hooks, runner
         self._data, self._logger, self._watch = data, log, watch
-        self.stops_on_signal = False
-        """True while SIGTERM may end the running evaluation, which is repeated on resume."""
+        self._stops_on_signal = False
+
+    @contextmanager
+    def stopping_on_signal(self) -> Iterator[None]:
+        """Let SIGTERM end an evaluation in the block, which is repeated on resume, with `EvaluationStopped`."""
+        self._stops_on_signal = True
+        try:
+            yield
+        finally:
+            self._stops_on_signal = False
 
     def evaluate(self, dataset: Samples | str | None, prefix: str) -> dict[str, float]:
         """Return the mean loss over all targets of one dataset, and log it; ``prefix`` of the metrics' names."""
@@ -80,7 +90,7 @@ class Evaluator:
                 self._hooks.before_forward(batch)
                 meter.add(pipeline.evaluate(batch), batch)
                 hf.fire("on_prediction_step")
-                if self.stops_on_signal and watch.signal.agreed():
+                if self._stops_on_signal and watch.signal.agreed():
                     raise EvaluationStopped
         return meter.flush()
 

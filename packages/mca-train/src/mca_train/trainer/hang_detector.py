@@ -28,6 +28,15 @@ _SHOWN = 4
 _WAITING_FILES = ("p2p_communication.py", "param_and_grad_buffer.py", "sigterm.py")
 """Files whose calls wait for other ranks in native code."""
 _WRAPPERS = ("wrapper", "decorate_context", "__enter__", "__exit__")
+logger = logging.getLogger(__name__)
+_INTERVAL = 5.0  # seconds between two heartbeats
+_MIN_WAIT = 60.0  # seconds; a shorter phase never counts as a hang
+_FACTOR = 10.0  # times the longest earlier run of the phase
+_FIRST_TIME = 300.0  # seconds for a phase that has not run before
+_FINDING = "finding"
+_TIMED_OUT = ("timed out", "timeout")
+_GLOO = ("/gloo/", "operation timed out!", "monitoredbarrier")
+"""Markers of gloo's errors, which have no class; NCCL's and those of stores are `DistError`."""
 
 
 @dataclass(frozen=True)
@@ -119,18 +128,6 @@ def _busy(groups: dict[tuple[int, str, bool], list[Heartbeat]]) -> Iterator[str]
 def _ranks(ranks: Sequence[int]) -> str:
     names = ", ".join(map(str, ranks[:_SHOWN])) + (", ..." if len(ranks) > _SHOWN else "")
     return f"rank {names}" if len(ranks) == 1 else f"{len(ranks)} ranks ({names})"
-
-
-logger = logging.getLogger(__name__)
-
-_INTERVAL = 5.0  # seconds between two heartbeats
-_MIN_WAIT = 60.0  # seconds; a shorter phase never counts as a hang
-_FACTOR = 10.0  # times the longest earlier run of the phase
-_FIRST_TIME = 300.0  # seconds for a phase that has not run before
-_FINDING = "finding"
-_TIMED_OUT = ("timed out", "timeout")
-_GLOO = ("/gloo/", "operation timed out!", "monitoredbarrier")
-"""Markers of gloo's errors, which have no class; NCCL's and those of stores are `DistError`."""
 
 
 def _connection(store: Store) -> Store:
@@ -244,10 +241,10 @@ class HangDetector:
         """Return True if a rank has sent nothing new for three intervals, as seen by this rank."""
         heartbeat, moment = self._heartbeat(rank), time.monotonic()
         number = 0 if heartbeat is None else heartbeat.number
-        heard, when = self._last_seen.setdefault(rank, (number, moment))
-        if heard != number:
+        last, when = self._last_seen.setdefault(rank, (number, moment))
+        if last != number:
             self._last_seen[rank] = number, moment
-        return heard == number and moment - when > 3 * self._interval
+        return last == number and moment - when > 3 * self._interval
 
     def _report(self) -> None:
         assert self._store is not None

@@ -77,16 +77,17 @@ class Loop:
         """Train from the start, or from ``checkpoint``, to the end of the run."""
         hf, progress = self._hf, self._progress
         loader, sampler = self._data.train()
+        hf.callback_handler.train_dataloader = loader
         with naming_read_errors(checkpoint or Path(hf.args.output_dir)):
             loop_state = self._saver.load_state(checkpoint)
-            place = RunPosition() if checkpoint is None else directory.load_position(checkpoint)
-        progress.position = resume_position(place, sampler)
+            position = RunPosition() if checkpoint is None else directory.load_position(checkpoint)
+        progress.position = resume_position(position, sampler)
         length = RunLength.from_arguments(hf.args, sampler, progress.position, hf.state.global_step)
         training = self._prepare(length, checkpoint)
         log_plan(hf.args, hf.ranks, length, sampler.shape.global_size, hf.state.global_step)
         self._saver.remove_leftovers(checkpoint)
-        start, started = hf.state.global_step, time.time()
-        progress.started_at_step = start
+        first_step, start_time = hf.state.global_step, time.time()
+        progress.started_at_step = first_step
         hf.fire("on_train_begin")
         if checkpoint is not None:
             with naming_read_errors(checkpoint):
@@ -96,15 +97,16 @@ class Loop:
         self._logger.reset()
         self._logger.restore(loop_state)
         if checkpoint is not None:
-            left = sampler.steps_after(progress.position.samples)
-            ended = progress.position.ended or not left
-            self._catch_up(loop_state.due, over=ended or start >= length.max_steps)
-            progress.position = progress.position.next_epoch(left) if ended else progress.position
+            steps_left = sampler.steps_after(progress.position.samples)
+            epoch_ended = progress.position.ended or not steps_left
+            self._catch_up(loop_state.due, over=epoch_ended or first_step >= length.max_steps)
+            if epoch_ended:
+                progress.position = progress.position.next_epoch(steps_left)
         for epoch in range(progress.position.epoch, length.num_epochs):
             if hf.control.should_training_stop or hf.state.global_step >= length.max_steps:
                 break
             self._run_epoch(epoch, loader, sampler)
-        return self._finish(start, started)
+        return self._finish(first_step, start_time)
 
     def _prepare(self, length: RunLength, checkpoint: Path | None) -> TrainingState:
         """Build engine and schedule; restore them from ``checkpoint`` if there is one."""
@@ -113,8 +115,8 @@ class Loop:
         if checkpoint is not None:
             with naming_read_errors(checkpoint):
                 self._runner.load_weights(checkpoint)
-        started = self._runner.start(length.schedule_steps)
-        engine, rate = started.engine, started.rate
+        running = self._runner.start(length.schedule_steps)
+        engine, rate = running.engine, running.rate
         engine.stopwatch, engine.assumed_counts = self._watch.stragglers.forward, []
         training = self._saver.training_state()
         if checkpoint is not None:
@@ -131,13 +133,13 @@ class Loop:
     ) -> None:
         hf, progress = self._hf, self._progress
         training = self._runner.training
-        left = sampler.steps_after(progress.position.samples)
+        steps_left = sampler.steps_after(progress.position.samples)
         if epoch != progress.position.epoch:
-            progress.position = progress.position.next_epoch(left)
+            progress.position = progress.position.next_epoch(steps_left)
         elif hf.args.ignore_data_skip:
-            progress.position = progress.position.restart_epoch(sampler.num_steps - left)
+            progress.position = progress.position.restart_epoch(sampler.num_steps - steps_left)
         sampler.set_epoch(epoch, progress.position.samples)
-        hf.callback_handler.train_dataloader = loader
+        self._data.loaders.seed_workers(loader, epoch, progress.position.samples)
         hf.fire("on_epoch_begin")
         for batch in self._data.steps(loader, sampler):
             training.rate.write(training.engine.optimizer.param_groups)
@@ -194,15 +196,15 @@ class Loop:
         if hf.control.should_save:
             self._watch.hang_detector.enter("saving", step)
             with self._logger.meter.pause(), self._saver.checkpoints.finishing_on_error():
-                self._saver.save_checkpoint()
+                hf._save_checkpoint(self._model, None)  # users override it
             hf.control.should_save = False
 
     def _evaluate_or_put_off(self) -> None:
         """Evaluate and decide whether to save; after SIGTERM the evaluation is repeated on resume."""
         hf = self._hf
-        logged, self._evaluator.stops_on_signal = len(hf.state.log_history), True
+        logged = len(hf.state.log_history)
         try:
-            with name_missing_metric(hf.args):
+            with self._evaluator.stopping_on_signal(), name_missing_metric(hf.args):
                 with self._logger.meter.pause():
                     metrics = hf._evaluate(None, None)
                 best = hf._determine_best_metric(metrics=metrics, trial=None)
@@ -216,8 +218,6 @@ class Loop:
         else:
             if hf.args.save_strategy == "best":
                 hf.control.should_save = best
-        finally:
-            self._evaluator.stops_on_signal = False
 
     def _end_epoch(self) -> None:
         self._progress.pending = PendingEvents()
@@ -245,24 +245,23 @@ class Loop:
         if due.end_of_epoch and (over or hf.control.should_training_stop) and not self._watch.stopped:
             self._end_epoch()
 
-    def _finish(self, first: int, started: float) -> TrainOutput:
+    def _finish(self, first_step: int, start_time: float) -> TrainOutput:
         """Log the run's final metrics, load the best model if requested, and call the last callback."""
         hf, engine, totals = self._hf, self._runner.training.engine, self._progress.totals
         self._watch.hang_detector.enter("finishing", hf.state.global_step)
         with engine.params_gathered():
             pass  # gather the last step's parameters
         self._saver.checkpoints.finish()
-        steps, stopped = hf.state.global_step - first, self._watch.stopped
+        steps, stopped = hf.state.global_step - first_step, self._watch.stopped
         stepwise = hf.args.logging_strategy == IntervalStrategy.STEPS
         if steps and stepwise and not stopped and hf.state.global_step > totals.logged:
-            self._logger.log_step(
-                engine
-            )  # a callback ended the run; its checkpoint has the interval as unfinished
+            # a callback ended the run; its checkpoint has the interval as unfinished
+            self._logger.log_step(engine)
         else:
             self._logger.add_up(self._logger.meter.flush(), engine)
         if steps and not stopped:
             self._logger.require_trained()
-        metrics = speed_metrics("train", started, num_samples=self._progress.samples, num_steps=steps)
+        metrics = speed_metrics("train", start_time, num_samples=self._progress.samples, num_steps=steps)
         if totals.steps:
             metrics["train_loss"] = totals.mean_loss
         hf.log(dict(metrics))

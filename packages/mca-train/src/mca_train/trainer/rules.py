@@ -1,14 +1,11 @@
-"""Rules of the trainers: one table of errors and one of warnings about arguments, model and data.
+"""Rules of the trainers: a table of errors about arguments, model and data.
 
-`check` raises one error with all problems before Hugging Face's constructor runs, and `warn` logs what has no effect or
-a surprising one. Each class of trainer has its own table, which starts with `RULES`. ``docs/keys.md`` lists the options
-without effect; options that can never have one raise an error when the arguments are built.
+`check` raises one error with all problems before Hugging Face's constructor runs. Each class of trainer has its own
+table, which starts with `RULES`. `unused_options` logs options without effect.
 """
 
 import copy
-import dataclasses
 import inspect
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -20,97 +17,21 @@ from mca_config.arguments import DistributingParallelArguments, float16_problems
 from mca_config.arguments.distributing import LAYOUT_FIELDS
 from mca_config.errors import McaError, raise_problems, raised_problems
 from mca_config.layout import SIZE_FIELDS, ParallelLayout
-from mca_config.model.section import given
-from mca_config.model_config import McaModelConfig
 from mca_config.types import Typed, Values
 from mca_models.megatron import platform
-from mca_models.megatron.distributed.collectives import all_gather
 from mca_models.megatron.factory.transformer_config import transformer_config
-from mca_models.megatron.features.biased_router import has_biased_softmax
 from mca_models.megatron.peft import PeftModels
 from mca_train.batching.step_stream import require_steps
 from mca_train.checkpoint.model import require_format
 from mca_train.losses import kto, preference
-from mca_train.losses.moe_aux import routers
 from mca_train.losses.options import kto_key_problems, pair_key_problems, score_key_problems
 from mca_train.lr_schedule import schedule_problems
-from mca_train.trainer.base import Hooks
+from mca_train.trainer.base import HfTrainer, Hooks
+from mca_train.trainer.unused_options import unused_option_names
 from mca_train.types import SampleSource, VirtualModels
 
 if TYPE_CHECKING:
-    from megatron.core.transformer import TransformerConfig
-
     from mca_config.training import TrainingArguments
-
-logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Subject:
-    """Constructor arguments of a trainer.
-
-    Args:
-        model: `VirtualModels`.
-        args: Training arguments.
-        trainer: The trainer that is being built.
-        base: `McaTrainer`, whose methods its class may override.
-        parameters: Parameters of Hugging Face's Trainer that `McaTrainer` does not support.
-        train_dataset: Training samples.
-    """
-
-    model: VirtualModels
-    args: "TrainingArguments"
-    trainer: Hooks
-    base: type
-    parameters: Mapping[str, object]
-    train_dataset: SampleSource
-
-
-Rule = Callable[[Subject], Iterator[str]]
-"""Function that yields the problems of a trainer's arguments, one line each."""
-
-
-def check(subject: Subject, rules: Iterable[Rule]) -> None:
-    """Raise one error with all problems that ``rules`` find.
-
-    Raises:
-        McaError: There is a problem; or the model is not a `VirtualModels`, or is an adapter's base model, or the
-            arguments are Hugging Face's.
-    """
-    require_types(subject.model, subject.args)
-    raise_problems([problem for rule in rules for problem in rule(subject)], "McaTrainer")
-
-
-def require_types(model: VirtualModels, args: "TrainingArguments") -> None:
-    """Raise if Hugging Face's model or arguments are passed, or a model whose adapter the caller dropped.
-
-    Raises:
-        McaError: They are.
-    """
-    if not hasattr(model, "chunks"):
-        raise McaError(
-            f"model is a {type(model).__name__}; expected what mca_models.AutoModel.from_pretrained returns"
-        )
-    model.reject_hidden_adapter()
-    if not hasattr(args, "layout"):
-        raise McaError(
-            f"args is a {type(args).__module__}.{type(args).__name__}; expected mca_config.TrainingArguments"
-        )
-
-
-def require_unmerged(model: VirtualModels) -> None:
-    """Raise if an adapter is merged into the weights, or was added to the model since, so nothing would be trained.
-
-    Raises:
-        McaError: It is merged, or was added since.
-    """
-    model.reject_hidden_adapter()
-    if isinstance(model, PeftModels) and model.merged:
-        raise McaError("the adapter is merged, so nothing would be trained; call unmerge_adapter first")
-
-
-# Arguments and the class
-
 
 _PARAMETERS: Mapping[str, str] = {
     "compute_metrics": "evaluation computes the loss only; override evaluate",
@@ -131,6 +52,9 @@ _ORDER = f"{_LOADERS} in the order that you want, with train_sampling_strategy s
 _OPTIMIZER = _PARAMETERS["optimizers"]
 _SCHEDULE = "set lr_scheduler_type and lr_scheduler_kwargs, or learning_rate"
 _EVALUATION = "override evaluate or compute_loss"
+_STEP = "override training_step or compute_loss"
+_CHECKPOINT = "override _save_checkpoint and call super, or write files in a callback's on_save"
+_RESUME = "read files in a callback's on_train_begin"
 _METHODS: Mapping[str, str] = {
     "get_train_dataloader": _LOADERS,
     "get_eval_dataloader": _LOADERS,
@@ -146,6 +70,21 @@ _METHODS: Mapping[str, str] = {
     "evaluation_loop": _EVALUATION,
     "get_batch_samples": "override before_forward, which gets each step's batch",
     "_prepare_inputs": "override before_forward, which gets each step's batch",
+    "_prepare_input": "override before_forward, which gets each step's batch",
+    "_get_num_items_in_batch": "override num_items and compute_loss, which count the targets",
+    "compute_loss_context_manager": "override compute_loss",
+    "autocast_smart_context_manager": "set bf16 or fp16",
+    "_clip_grad_norm": "set max_grad_norm",
+    "_inner_training_loop": _STEP,
+    "_run_epoch": _STEP,
+    "_maybe_log_save_evaluate": "override log, evaluate or _save_checkpoint, or add a callback",
+    "_save": _CHECKPOINT,
+    "_save_optimizer_and_scheduler": _CHECKPOINT,
+    "_save_rng_state": _CHECKPOINT,
+    "_load_from_checkpoint": _RESUME,
+    "_load_optimizer_and_scheduler": _RESUME,
+    "_load_rng_state": _RESUME,
+    "_load_best_model": "read files in a callback's on_train_end",
 }
 """Methods of Hugging Face's Trainer that are never called, and their replacements."""
 _OTHERWISE: Mapping[str, str] = {
@@ -153,26 +92,114 @@ _OTHERWISE: Mapping[str, str] = {
     "training_step": "it is training_step(self, batch) and makes one optimizer step",
 }
 """Methods with other arguments than in Hugging Face."""
+_FIXED = "calculate_per_token_loss"
+_PRECISIONS = {"bf16": "bfloat16", "fp16": "float16"}
+_SHORT = {name: short for short, name in SIZE_FIELDS.items()}
 
 
-def unsupported_parameters(subject: Subject) -> Iterator[str]:
+@dataclass(frozen=True, kw_only=True)
+class TrainerSetup:
+    """Constructor arguments of a trainer.
+
+    Args:
+        model: `VirtualModels`.
+        args: Training arguments.
+        trainer: The trainer that is being built.
+        base: `McaTrainer`, whose methods its class may override.
+        parameters: Parameters of Hugging Face's Trainer that `McaTrainer` does not support.
+        train_dataset: Training samples.
+    """
+
+    model: VirtualModels
+    args: "TrainingArguments"
+    trainer: Hooks
+    base: type
+    parameters: Mapping[str, object]
+    train_dataset: SampleSource
+
+
+Rule = Callable[[TrainerSetup], Iterator[str]]
+"""Function that yields the problems of a trainer's arguments, one line each."""
+
+
+def check(setup: TrainerSetup, rules: Iterable[Rule]) -> None:
+    """Raise one error with all problems that ``rules`` find.
+
+    Raises:
+        McaError: There is a problem; or the model is not a `VirtualModels`, or is an adapter's base model, or the
+            arguments are Hugging Face's.
+    """
+    require_types(setup.model, setup.args)
+    raise_problems([problem for rule in rules for problem in rule(setup)], "McaTrainer")
+
+
+def require_types(model: VirtualModels, args: "TrainingArguments") -> None:
+    """Raise if Hugging Face's model or arguments are passed, or a model whose adapter the caller dropped.
+
+    Raises:
+        McaError: They are.
+    """
+    if not hasattr(model, "chunks"):
+        raise McaError(
+            f"model is a {type(model).__name__}; expected what mca_models.AutoModel.from_pretrained returns"
+        )
+    model.reject_hidden_adapter()
+    if not hasattr(args, "layout"):
+        raise McaError(
+            f"args is a {type(args).__module__}.{type(args).__name__}; expected mca_config.TrainingArguments"
+        )
+
+
+def require_unset(trainer: HfTrainer) -> None:
+    """Raise if an attribute was set after construction that the constructor does not accept.
+
+    Raises:
+        McaError: One is set.
+    """
+    set_since = {name: why for name, why in _PARAMETERS.items() if vars(trainer).get(name) is not None}
+    if trainer.has_other_optimizer():
+        set_since |= {"optimizer or lr_scheduler": f"{_OPTIMIZER}; {_SCHEDULE}"}
+    raise_problems(
+        [
+            f"{name} was set on the trainer, which has no effect ({why}); remove it"
+            for name, why in set_since.items()
+        ],
+        type(trainer).__name__,
+    )
+
+
+def require_unmerged(model: VirtualModels) -> None:
+    """Raise if an adapter is merged into the weights, or was added to the model since, so nothing would be trained.
+
+    Raises:
+        McaError: It is merged, or was added since.
+    """
+    model.reject_hidden_adapter()
+    if isinstance(model, PeftModels) and model.merged:
+        raise McaError("the adapter is merged, so nothing would be trained; call unmerge_adapter first")
+
+
+# Arguments and the class
+
+
+def unsupported_parameters(setup: TrainerSetup) -> Iterator[str]:
     """Yield an error for each parameter of Hugging Face's Trainer that is set."""
     for name, why in _PARAMETERS.items():
-        if subject.parameters.get(name) is not None:
+        if setup.parameters.get(name) is not None:
             yield f"{name} is not supported ({why}); remove it"
 
 
-def device(subject: Subject) -> Iterator[str]:
+def device(setup: TrainerSetup) -> Iterator[str]:
     """Yield an error for a processor next to a GPU."""
-    if subject.args.use_cpu and platform.device_type() == "cuda":
+    if setup.args.use_cpu and platform.device_type() == "cuda":
         yield USE_CPU_WITH_GPU
 
 
-def overridden_methods(subject: Subject) -> Iterator[str]:
+def overridden_methods(setup: TrainerSetup) -> Iterator[str]:
     """Yield an error for each overridden method that is never called, or has other parameters."""
-    kind = type(subject.trainer)
+    kind = type(setup.trainer)
     for name, why in _METHODS.items():
-        if getattr(kind, name) is not getattr(subject.base, name):
+        if getattr(kind, name, None) is not getattr(setup.base, name, None):
             yield f"{kind.__name__} overrides {name}, which is never called ({why}); remove it"
     for name, why in _OTHERWISE.items():
         parameters = inspect.signature(getattr(kind, name)).parameters
@@ -180,32 +207,32 @@ def overridden_methods(subject: Subject) -> Iterator[str]:
             yield f"{kind.__name__}.{name} has Hugging Face's parameters ({why})"
 
 
-def optimizer(subject: Subject) -> Iterator[str]:
+def optimizer(setup: TrainerSetup) -> Iterator[str]:
     """Yield an error for each requirement of the optimizer that this installation or the dtype lacks."""
-    yield from optimizer_problems(subject.args)
-    if subject.model.config.dtype == "float16":
-        yield from float16_problems(subject.args)
+    yield from optimizer_problems(setup.args)
+    if setup.model.config.dtype == "float16":
+        yield from float16_problems(setup.args)
 
 
-def schedule(subject: Subject) -> Iterator[str]:
+def schedule(setup: TrainerSetup) -> Iterator[str]:
     """Yield an error for each contradiction in the learning-rate schedule."""
-    yield from schedule_problems(subject.args)
+    yield from schedule_problems(setup.args)
 
 
-def stream_length(subject: Subject) -> Iterator[str]:
+def stream_length(setup: TrainerSetup) -> Iterator[str]:
     """Yield an error for a stream without ``max_steps``."""
-    yield from raised_problems(require_steps, subject.train_dataset, subject.args.max_steps)
+    yield from raised_problems(require_steps, setup.train_dataset, setup.args.max_steps)
 
 
-def checkpoint_format(subject: Subject) -> Iterator[str]:
+def checkpoint_format(setup: TrainerSetup) -> Iterator[str]:
     """Yield an error for a checkpoint format that the model cannot be written in."""
-    yield from raised_problems(require_format, subject.model, subject.args.ckpt_format)
+    yield from raised_problems(require_format, setup.model, setup.args.ckpt_format)
 
 
-def vocabulary(subject: Subject) -> Iterator[str]:
+def vocabulary(setup: TrainerSetup) -> Iterator[str]:
     """Yield an error if the model's head does not match the loss."""
-    head, trainer = subject.model.config.head, subject.trainer
-    smooth = subject.args.label_smoothing_factor
+    head, trainer = setup.model.config.head, setup.trainer
+    smooth = setup.args.label_smoothing_factor
     if smooth and trainer.wants_logits:
         yield "label_smoothing_factor is not supported with wants_logits; remove it"
     if smooth and trainer.token_values is not None:
@@ -255,23 +282,16 @@ def optimizer_problems(args: "TrainingArguments") -> Iterator[str]:
             )
 
 
-_FIXED = "calculate_per_token_loss"
-_PRECISIONS = {"bf16": "bfloat16", "fp16": "float16"}
-_SHORT = {name: short for short, name in SIZE_FIELDS.items()}
-
-
-def model_arguments(subject: Subject) -> Iterator[str]:
+def model_arguments(setup: TrainerSetup) -> Iterator[str]:
     """Yield an error if the arguments ask for another model than the one that was built.
 
     Arguments that shape a model are read when it is built. Those that the trainer's arguments omit stay as they were.
     """
-    model, args = subject.model, subject.args
-    if args is model.args:
-        return
+    model, args = setup.model, setup.args
     if differences := [*_layout(model, args), *_precision(model, args), *_settings(model, args)]:
         yield (
             f"args differ from those that the model was built with: {', '.join(differences)}; pass the same args to "
-            "AutoModel, or remove them here"
+            "AutoModel, unchanged, or remove them here"
         )
 
 
@@ -335,32 +355,32 @@ def _with(args: DistributingParallelArguments, changes: Values) -> DistributingP
 # Losses of the kinds of trainer
 
 
-def pairs(subject: Subject) -> Iterator[str]:
+def pairs(setup: TrainerSetup) -> Iterator[str]:
     """Yield an error for each argument and loss that preference pairs do not support."""
-    yield from pair_key_problems(subject.args)
-    yield from preference.model_problems(subject.model.megatron)
+    yield from pair_key_problems(setup.args)
+    yield from preference.model_problems(setup.model.megatron)
 
 
-def unpaired(subject: Subject) -> Iterator[str]:
+def unpaired(setup: TrainerSetup) -> Iterator[str]:
     """Yield an error for each argument and loss that KTO does not support."""
-    yield from kto_key_problems(subject.args)
-    yield from kto.model_problems(subject.model.megatron)
+    yield from kto_key_problems(setup.args)
+    yield from kto.model_problems(setup.model.megatron)
 
 
-def classification(subject: Subject) -> Iterator[str]:
+def classification(setup: TrainerSetup) -> Iterator[str]:
     """Yield an error for another head than one for sequence classification, and what it does not support."""
-    if (kind := subject.model.config.head.head_kind) != "sequence_classification":
+    if (kind := setup.model.config.head.head_kind) != "sequence_classification":
         yield (
-            f"{type(subject.trainer).__name__} needs a sequence-classification head, not {kind}; "
+            f"{type(setup.trainer).__name__} needs a sequence-classification head, not {kind}; "
             "build it with AutoModel.from_pretrained(..., head=Head(...))"
         )
-    yield from score_key_problems(subject.args)
-    yield from preference.model_problems(subject.model.megatron)
+    yield from score_key_problems(setup.args)
+    yield from preference.model_problems(setup.model.megatron)
 
 
-def one_label(subject: Subject) -> Iterator[str]:
+def one_label(setup: TrainerSetup) -> Iterator[str]:
     """Yield an error for a reward model with another number of labels than 1."""
-    head = subject.model.config.head
+    head = setup.model.config.head
     if head.head_kind == "sequence_classification" and head.num_labels != 1:
         yield f"num_labels is {head.num_labels}; a reward model needs 1"
 
@@ -377,199 +397,3 @@ RULES: tuple[Rule, ...] = (
     checkpoint_format,
 )
 """Errors of every trainer."""
-
-
-# Warnings
-
-
-_ROUTER_BIAS = ("moe_router_bias_update_rate",)
-
-_PIPELINE = (
-    "overlap_p2p_comm",
-    "batch_p2p_comm",
-    "variable_seq_lengths",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-    "batch_p2p_sync",
-    "deallocate_pipeline_outputs",
-)
-
-_BALANCE = ("moe_aux_loss_coeff",)
-_BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss")
-_ALWAYS_ON = ("attention_softmax_in_fp32",)
-_ADAM = ("adam_beta1", "adam_beta2", "adam_epsilon")
-_VOCABULARY = ("decoupled_lr", "decoupled_min_lr")
-_WITHOUT_WARM_UP = ("constant", "reduce_lr_on_plateau", "greedy")
-_WITHOUT_END = ("constant", "constant_with_warmup")
-_EXPERT_MODULES = ("moe", "moe_act", "shared_experts")
-_GPU = ("pin_cpu_grads", "pin_cpu_params", "overlap_cpu_optimizer_d2h_h2d", "deterministic_mode")
-
-
-def warn_unused_options(
-    args: "TrainingArguments",
-    config: McaModelConfig,
-    megatron: "TransformerConfig",
-    *,
-    trains_vocabulary: bool = True,
-    trains_routers: bool = True,
-) -> None:
-    """Warn about options of ``args`` without effect; the two flags say whether any rank trains such weights."""
-    unused: dict[str, list[str]] = {}
-    for why, names in _groups(args, config, megatron):
-        unused[why] = [name for name in names if _is_set(args, name)]
-    if not trains_vocabulary:
-        unused["embedding and output layer are not trained"] = [
-            name for name in _VOCABULARY if _is_set(args, name)
-        ]
-    if not trains_routers and megatron.moe_router_enable_expert_bias and megatron.moe_router_bias_update_rate:
-        why = "routers are frozen, including expert biases"
-        unused[why] = [name for name in _ROUTER_BIAS if _is_set(args, name)]
-    for why, values in _values(args, config, megatron):
-        unused.setdefault(why, []).extend(values)
-    unused = {why: names for why, names in unused.items() if names}
-    if unused:
-        options = "; ".join(f"{', '.join(names)} ({why})" for why, names in unused.items())
-        logger.warning("without effect in this run: %s", options)
-
-
-def unused_option_names(
-    args: "TrainingArguments", config: McaModelConfig, megatron: "TransformerConfig"
-) -> frozenset[str]:
-    """Return arguments without effect with a model of ``megatron``, with any value."""
-    return frozenset(name for _, names in _groups(args, config, megatron) for name in names)
-
-
-def _trains_vocabulary(model: VirtualModels) -> bool:
-    """Return True if any rank trains the embedding, the output layer, or adapter rows of them; collective."""
-    mine = any(item.param.vocab and tensor.requires_grad for item, tensor in model.local_params())
-    return any(all_gather(mine))
-
-
-def _trains_routers(model: VirtualModels) -> bool:
-    """Return True if any rank trains a router with expert biases; collective if routers have them."""
-    if not model.megatron.moe_router_enable_expert_bias:
-        return False
-    return any(all_gather(any(router.weight.requires_grad for router in routers(model.chunks))))
-
-
-def _is_set(args: "TrainingArguments", name: str) -> bool:
-    """Return True if ``name`` is set, and not to what is done anyway."""
-    value = getattr(args, name, None)
-    if value is None:
-        value = args.transformer_config_overrides().get(name)
-    return value is not None and value is not (name in _ALWAYS_ON)
-
-
-def _groups(
-    args: "TrainingArguments", config: McaModelConfig, megatron: "TransformerConfig"
-) -> Iterator[tuple[str, tuple[str, ...]]]:
-    layout = config.layout
-    if config.moe is None:
-        options = dict.fromkeys((*vars(args), *args.transformer_config_overrides()))
-        names = [name for name in options if name.startswith("moe_")]
-        etp = ["expert_tensor_parallel_size"] if layout.etp != layout.tp else []
-        yield "the model has no experts", (*names, *etp)
-    else:
-        yield from _experts(config, megatron)
-        if args.moe_router_bias_update_rate and not megatron.moe_router_bias_update_rate:
-            yield "an adapter, or freeze, keeps expert biases fixed", _ROUTER_BIAS
-    if not megatron.mtp_num_layers:
-        yield "no MTP layers", ("mtp_loss_scaling_factor", "mtp_detach_heads")
-    if layout.vpp == 1:
-        yield "no virtual pipeline stages", ("microbatch_group_size_per_vp_stage",)
-    if layout.pp == 1:
-        yield "one pipeline stage", _PIPELINE
-    if layout.cp == 1:
-        yield "one context rank", ("cp_comm_type",)
-    if layout.tp == 1:
-        yield "one tensor rank", ("distribute_saved_activations",)
-    if not megatron.sequence_parallel:
-        yield "no sequence parallelism", ("clone_scatter_output_in_embedding",)
-    yield from _machine(args, megatron)
-
-
-def _values(
-    args: "TrainingArguments", config: McaModelConfig, megatron: "TransformerConfig"
-) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield reasons and options, with their values, that another argument or the model disables."""
-    schedule = args.lr_scheduler_type.value
-    if args.warmup_steps and schedule in _WITHOUT_WARM_UP:
-        yield f"lr_scheduler_type {schedule} has no warm-up", ("warmup_steps",)
-    if schedule in _WITHOUT_END:
-        ends = tuple(name for name in ("min_lr", "decoupled_min_lr") if getattr(args, name))
-        yield f"lr_scheduler_type {schedule} has no end value", ends
-    if args.optimizer == "sgd":
-        defaults = {field.name: field.default for field in dataclasses.fields(args)}
-        yield "the optimizer is sgd", tuple(n for n in _ADAM if getattr(args, n) != defaults[n])
-    modules = args.recompute_modules or ()
-    if config.moe is None:
-        expert_modules = [name for name in modules if name in _EXPERT_MODULES]
-        yield "the model has no experts", tuple(f"recompute_modules {name}" for name in expert_modules)
-    elif not config.moe.moe_shared_expert_intermediate_size and "shared_experts" in modules:
-        yield "the model has no shared experts", ("recompute_modules shared_experts",)
-    if config.moe is not None and args.moe_aux_loss_coeff is None:
-        kind = args.moe_router_load_balancing_type
-        if kind in _BALANCING and not megatron.moe_aux_loss_coeff:
-            why = "config.json has no such loss, so its coefficient is 0; set moe_aux_loss_coeff"
-            yield why, (f"moe_router_load_balancing_type {kind}",)
-
-
-def _experts(config: McaModelConfig, megatron: "TransformerConfig") -> Iterator[tuple[str, tuple[str, ...]]]:
-    if not megatron.moe_router_enable_expert_bias:
-        yield "the router has no expert bias", _ROUTER_BIAS
-    if "none" in megatron.moe_router_load_balancing_type:
-        yield "moe_router_load_balancing_type is none", _BALANCE
-    if not given(config.moe).moe_shared_expert_intermediate_size:
-        yield "the model has no shared experts", ("moe_shared_expert_overlap",)
-
-
-def _machine(
-    args: "TrainingArguments", megatron: "TransformerConfig"
-) -> Iterator[tuple[str, tuple[str, ...]]]:
-    if megatron.transformer_impl == "local":
-        yield "the local layers always do this", ("attention_softmax_in_fp32",)
-    if not (megatron.bf16 or megatron.fp16):
-        yield "gradients of fp32 weights are fp32", ("accumulate_allreduce_grads_in_fp32",)
-    if platform.device_type() == "cpu":
-        yield "there is no GPU", _GPU
-
-
-_FORCED = ("moe_router_force_load_balancing", "moe_router_force_biased")
-
-
-def warn_router_bias_step(
-    args: "TrainingArguments", config: McaModelConfig, megatron: "TransformerConfig", *, trained: bool = True
-) -> None:
-    """Warn if Megatron's default step for trained expert biases is large compared to softmax router scores."""
-    rate = megatron.moe_router_bias_update_rate
-    if trained and args.moe_router_bias_update_rate is None and rate and has_biased_softmax(config):
-        logger.warning(
-            "moe_router_bias_update_rate is %g (Megatron's default), and the mean probability of one of %d "
-            "experts is %.2g; set moe_router_bias_update_rate; 0 keeps the checkpoint's biases as transformers does",
-            rate,
-            given(config.moe).num_router_choices,
-            1 / given(config.moe).num_router_choices,
-        )
-
-
-def warn_forced_routing(config: McaModelConfig, megatron: "TransformerConfig") -> None:
-    """Warn that a benchmark setting of Megatron's replaces the router's choice."""
-    names = [name for name in _FORCED if getattr(megatron, name, None)]
-    if names and config.moe is not None:
-        logger.warning(
-            "%s: experts are chosen at random, in evaluation and log-probabilities too, so losses are not the "
-            "model's; use it only to measure speed",
-            ", ".join(names),
-        )
-
-
-def warn(model: VirtualModels, args: "TrainingArguments") -> None:
-    """Log options without effect, and router settings that train another model than ``config.json`` describes."""
-    config, megatron = model.config, model.megatron
-    vocabulary_moves = args.decoupled_lr is None or _trains_vocabulary(model)
-    routers_move = _trains_routers(model)  # both are collective
-    warn_unused_options(
-        args, config, megatron, trains_vocabulary=vocabulary_moves, trains_routers=routers_move
-    )
-    warn_router_bias_step(args, config, megatron, trained=routers_move)
-    warn_forced_routing(config, megatron)

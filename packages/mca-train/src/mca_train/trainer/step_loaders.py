@@ -5,6 +5,7 @@
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import cast
 
 from torch.utils.data import DataLoader
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader
 from mca_config.errors import McaError
 from mca_config.printable import counted
 from mca_config.training import TrainingArguments
+from mca_train.batching.collate import CountedSamples
 from mca_train.batching.loaders import Loaders, iterate_steps
 from mca_train.batching.micro_batch import StepBatch
 from mca_train.batching.position import RunLength
@@ -38,7 +40,14 @@ class StepLoaders:
 
     def __init__(self, hf: HfTrainer, loaders: Loaders, watch: Watch, progress: Progress) -> None:
         self._hf, self._watch, self._progress = hf, watch, progress
-        self.loaders = loaders
+        self._loaders = loaders
+
+    @property
+    def loaders(self) -> Loaders:
+        """Return the factory of loaders, with the trainer's ``data_collator``, which may have been set since."""
+        if self._loaders.collate is not self._hf.data_collator:
+            self._loaders = replace(self._loaders, collate=self._hf.data_collator)
+        return self._loaders
 
     def train(self) -> tuple[DataLoader[StepBatch], StepSampler | StepStream]:
         """Return this rank's training loader and its sampler; an item is a step."""
@@ -62,7 +71,8 @@ class StepLoaders:
         steps, done = self._watch.stragglers.reading(iterate_steps(loader)), self._hf.state.global_step
         if done > self._progress.started_at_step:
             return steps
-        return check_first_step(steps, self._hf.ranks, sampler, f"step {done + 1}")
+        dataset = loader.dataset.samples if isinstance(loader.dataset, CountedSamples) else None
+        return check_first_step(steps, self._hf.ranks, sampler, f"step {done + 1}", dataset)
 
     def rounds(self, loader: DataLoader[StepBatch], what: str) -> Iterator[StepBatch]:
         """Iterate over an evaluation loader, compared in the same way; ``what`` names it in errors."""

@@ -37,15 +37,24 @@ from mca_train.losses.token_loss import num_targets, require_sums, token_loss
 from mca_train.metrics.log_file import JsonlLog
 from mca_train.metrics.metric_accumulator import Extreme, MetricAccumulator
 from mca_train.trainer.base import HfTrainer, Progress
-from mca_train.trainer.evaluator import Evaluator
+from mca_train.trainer.evaluator import EvaluationStopped, Evaluator
 from mca_train.trainer.hf_shims import ModelView
 from mca_train.trainer.logger import Logger
 from mca_train.trainer.loop import Loop
 from mca_train.trainer.model_runner import ModelRunner
 from mca_train.trainer.monitor import Watch
-from mca_train.trainer.rules import RULES, Rule, Subject, check, require_no_upload, require_unmerged, warn
+from mca_train.trainer.rules import (
+    RULES,
+    Rule,
+    TrainerSetup,
+    check,
+    require_no_upload,
+    require_unmerged,
+    require_unset,
+)
 from mca_train.trainer.saver import Saver
 from mca_train.trainer.step_loaders import StepLoaders
+from mca_train.trainer.unused_options import warn
 
 if TYPE_CHECKING:
     from mca_models import VirtualModels
@@ -125,7 +134,7 @@ class McaTrainer(HfTrainer):
             "peft_config": peft_config,
             "tokenizer": tokenizer,
         }
-        subject = Subject(
+        setup = TrainerSetup(
             model=model,
             args=args,
             trainer=self,
@@ -133,7 +142,7 @@ class McaTrainer(HfTrainer):
             parameters=unsupported,
             train_dataset=train_dataset,
         )
-        check(subject, self._rules)
+        check(setup, self._rules)
         super().__init__(
             groups.current_ranks(model.config.layout),
             ModelView(model.config.hf_config),
@@ -170,6 +179,7 @@ class McaTrainer(HfTrainer):
             experts=ExpertBatching(config=config, required=self.requires_routed_experts),
             images=image_batching(config, decodes=self.ranks.is_first_stage),
             positions=config.max_position_embeddings if config.embedding.learned_positions else None,
+            vocab_size=config.vocab_size,
         )
 
     def _assemble(self, model: "VirtualModels", loaders: Loaders) -> None:
@@ -271,6 +281,7 @@ class McaTrainer(HfTrainer):
         """
         if trial is not None:
             raise McaError("hyper-parameter search is not supported")
+        require_unset(self)
         self._runner.require_active_engine()
         require_unmerged(self.model)
         self._runner.set_output()
@@ -300,6 +311,7 @@ class McaTrainer(HfTrainer):
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
         """Return the mean loss over all targets of ``eval_dataset``, every sample counted once."""
+        require_unset(self)
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if not isinstance(dataset, dict):
             return self._evaluator.evaluate(dataset, metric_key_prefix)
@@ -307,6 +319,15 @@ class McaTrainer(HfTrainer):
         for name, part in dataset.items():
             metrics |= self.evaluate(part, metric_key_prefix=f"{metric_key_prefix}_{name}")
         return metrics
+
+    def evaluate_until_signal(self) -> bool:
+        """Evaluate as `evaluate`; return False if SIGTERM ended the evaluation on all ranks."""
+        try:
+            with self._evaluator.stopping_on_signal():
+                self.evaluate()
+        except EvaluationStopped:
+            return False
+        return True
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model as an MCA checkpoint, with the tokenizer; all ranks take part.

@@ -19,6 +19,9 @@ from mca_models.megatron.features.spec import has_custom_core_attention, has_cus
 
 _ENGINE_WITH_STRIDES: Version = (2, 11)
 """First version of Transformer Engine whose cross entropy accepts non-contiguous gradients."""
+_CUDA_ONLY = ("gradient_accumulation_fusion", "fp8", "tp_comm_overlap", "masked_softmax_fusion")
+_PACKS_SINCE: dict[str, Version] = {"all_gather": (2, 18), "a2a": (2, 10)}
+"""First versions of Transformer Engine whose context-parallel attention takes packed rows, from its sources."""
 
 
 def require_supported(
@@ -120,9 +123,6 @@ def _recomputation(
         )
 
 
-_CUDA_ONLY = ("gradient_accumulation_fusion", "fp8", "tp_comm_overlap", "masked_softmax_fusion")
-
-
 def _machine(settings: Values, device: str, implementation: str) -> Iterator[str]:
     if device != "cuda":
         yield from (f"{name} needs CUDA; remove it" for name in _CUDA_ONLY if settings.get(name))
@@ -135,10 +135,6 @@ def _machine(settings: Values, device: str, implementation: str) -> Iterator[str
         yield "fp8_param is not supported: gradient buffers and optimizer do not support weights in fp8; remove it"
     if implementation == "local":
         yield from transformer_engine_problems(settings)
-
-
-_PACKS_SINCE: dict[str, Version] = {"all_gather": (2, 18), "a2a": (2, 10)}
-"""First versions of Transformer Engine whose context-parallel attention takes packed rows, from its sources."""
 
 
 def packed_problems(

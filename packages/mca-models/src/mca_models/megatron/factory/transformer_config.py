@@ -28,6 +28,11 @@ from mca_models.megatron.layers.rope import attention_factor
 from mca_models.megatron.names import Implementation
 from mca_models.megatron.types import MegatronConfig, Settings
 
+HF_AUX_LOSS = "mca_hf_aux_loss"
+"""Attribute: the load-balancing loss has HF's coefficient, and uses the softmax of the logits."""
+_ENGINE_ONLY = ("fp8", "fp8_recipe", "apply_rope_fusion", "moe_permute_fusion")
+"""Settings that Megatron rejects on a machine without Transformer Engine."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
@@ -52,13 +57,6 @@ class Target:
     def planned(cls, implementation: Implementation) -> "Target":
         """Return a GPU that need not be in this machine."""
         return cls(device="cuda", implementation=implementation, is_here=False)
-
-
-HF_AUX_LOSS = "mca_hf_aux_loss"
-"""Attribute: the load-balancing loss has HF's coefficient, and uses the softmax of the logits."""
-
-_ENGINE_ONLY = ("fp8", "fp8_recipe", "apply_rope_fusion", "moe_permute_fusion")
-"""Settings that Megatron rejects on a machine without Transformer Engine."""
 
 
 def choose_implementation(args: DistributingParallelArguments) -> Implementation:

@@ -5,7 +5,7 @@ reads the input of attention instead: the output of the norm before attention (o
 MLP's output is added to the sum as usual.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -15,9 +15,9 @@ from mca_models.megatron.features.feature import (
     Context,
     Feature,
     LayerContext,
-    Setup,
     SpecChange,
     SpecChanges,
+    norm_recompute_problems,
     remove_module,
 )
 from mca_models.megatron.layers.norm import Norm
@@ -76,14 +76,6 @@ def _norm_before_mlp(context: Context) -> SpecChanges:
     if context.config.block.parallel_block == "one_norm":
         return SpecChanges({"pre_mlp_layernorm": lambda norm: SharedNorm})
     return SpecChanges({"pre_mlp_layernorm": second_norm})
-
-
-def _problems(setup: Setup) -> Iterator[str]:
-    if setup.recomputes("layernorm"):
-        yield (
-            "norms cannot be recomputed alone if attention and MLP, or MLP and experts, are parallel; "
-            "remove layernorm from recompute_modules, or set recompute_granularity to full"
-        )
 
 
 def _no_addition(add: Spec) -> Spec:
@@ -146,7 +138,7 @@ def _residual_multiplier(context: Context) -> SpecChanges:
 PARALLEL_BLOCK = Feature(
     name="attention parallel to the MLP",
     enabled=lambda config: config.block.parallel_block != "none",
-    problems=_problems,
+    problems=norm_recompute_problems,
     spec=_norm_before_mlp,
     finish=lambda model, config: connect_parallel_blocks(model),
 )

@@ -177,3 +177,21 @@ def change_moe_layer(change: ClassChange) -> SpecChanges:
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
     return SpecChanges(classes={MoELayer: change})
+
+
+def norm_recompute_problems(setup: Setup) -> Iterator[str]:
+    """Report recomputation of norms before parallel blocks, whose input is another block's."""
+    if setup.recomputes("layernorm"):
+        yield (
+            "norms cannot be recomputed alone if attention and MLP, or MLP and experts, are parallel; "
+            "remove layernorm from recompute_modules, or set recompute_granularity to full"
+        )
+
+
+def shared_expert_overlap_problems(setup: Setup) -> Iterator[str]:
+    """Report overlap of an MLP that is parallel to experts, for which Megatron takes it for shared experts."""
+    if setup.settings.get("moe_shared_expert_overlap"):
+        yield (
+            "moe_shared_expert_overlap skips the norms of an MLP parallel to experts, or adds both outputs at once; "
+            "remove moe_shared_expert_overlap"
+        )

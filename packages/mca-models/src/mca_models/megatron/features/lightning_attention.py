@@ -8,8 +8,6 @@ Queries, keys and values are activated by SiLU. The rate r depends on the head a
 heads; context parallelism gathers the projected tokens.
 """
 
-from functools import cache
-
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
@@ -18,16 +16,16 @@ from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Typed
 from mca_models.megatron.features.delta_rule import CHUNK, chunks, decay_mask
-from mca_models.megatron.features.feature import Feature, LayerContext, SpecChanges
+from mca_models.megatron.features.feature import Feature
 from mca_models.megatron.features.norms import FullWidthNorm
 from mca_models.megatron.features.recurrent_layers import (
     SequenceMixer,
+    mixer_in_layers,
     mixer_projections,
-    normed_linears,
+    separate_layer_states,
     split_sharded_state,
 )
-from mca_models.megatron.names import Implementation
-from mca_models.megatron.types import MegatronConfig, ShardedState, Spec
+from mca_models.megatron.types import MegatronConfig, ShardedState
 
 _PARTS = ("qkv", "gate")
 _EPSILON = 1e-6
@@ -118,31 +116,9 @@ class LightningAttention(SequenceMixer):
         return split_sharded_state(self, prefix, sharded_offsets, metadata, fused=fused)
 
 
-def lightning_spec(implementation: Implementation, config: McaModelConfig) -> Spec:
-    """Return the spec of lightning attention in place of attention."""
-    from megatron.core.transformer.spec_utils import ModuleSpec
-
-    column, row = normed_linears(implementation, norm=False)
-    return ModuleSpec(module=_module(), params={"model": config, "column": column, "row": row})
-
-
-@cache
-def _module() -> type:
-    from megatron.core.transformer.module import MegatronModule
-
-    return type("LightningAttention", (LightningAttention, MegatronModule), {})
-
-
-def _layer(context: LayerContext) -> SpecChanges:
-    if context.kind != "lightning":
-        return SpecChanges()
-    return SpecChanges({"self_attention": lambda _: lightning_spec(context.implementation, context.config)})
-
-
 LIGHTNING_ATTENTION = Feature(
     name="lightning attention",
     enabled=lambda config: config.lightning_attention is not None,
-    # tensors of layers that differ are not stacked
-    settings=lambda config: {"hetereogenous_dist_checkpoint": True},
-    layer=_layer,
+    settings=separate_layer_states,
+    layer=mixer_in_layers("lightning", LightningAttention, norm=False),
 )

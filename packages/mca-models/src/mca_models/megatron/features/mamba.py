@@ -30,6 +30,7 @@ from mca_models.megatron.features.recurrent_layers import (
     SequenceMixer,
     mixer_projections,
     normed_linears,
+    separate_layer_states,
     split_sharded_state,
 )
 from mca_models.megatron.layers.sharded import cut_parameter
@@ -313,7 +314,5 @@ MAMBA = Feature(
     spec=_parallel,
     layer=_layer,
     start=_start,
-    settings=lambda config: {
-        "hetereogenous_dist_checkpoint": True
-    },  # tensors of layers that differ are not stacked
+    settings=separate_layer_states,
 )

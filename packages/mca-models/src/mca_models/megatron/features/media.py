@@ -3,11 +3,14 @@
 A chunk of a multimodal model takes arguments in addition to Megatron's: ``images`` (arguments of the towers by name),
 ``feature_rows`` (``[b, s]``: the feature row of each placeholder, or -1), as ``position_ids`` the three positions of
 each token, and ``attention_ends`` with bidirectional images (``[b, s]``: how many tokens of its sequence are up to
-the last that a token attends to). Only the first stage needs the first two. Rows say which feature goes where, and are
-sharded as the tokens are. A video is given as its frames, each a grid of one frame, between which no tower attends.
+the last that a token attends to). Only the first stage needs the first, and with MTP layers all stages take the second.
+Rows say which feature goes where, and are sharded as the tokens are. A video is given as its frames, each a grid of one
+frame, between which no tower attends. ``sends_features`` says that all chunks send features for MTP layers
+(`mtp_media`).
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,9 +24,17 @@ from mca_config.types import JsonObject
 from mca_models.megatron.features.feature import Context, Feature, SpecChanges
 from mca_models.megatron.features.media_features import compute_image_features, empty_features
 from mca_models.megatron.features.mrope import MRope, position_problems
+from mca_models.megatron.features.mtp_media import SentFeatures, mtp_media_problems, shifted_rows
 from mca_models.megatron.features.per_layer_embedding import padding_problems
 from mca_models.megatron.layers.attention import CoreAttention, image_attention
-from mca_models.megatron.types import GptModel, HfModel, MegatronConfig, MegatronModule, Upstream
+from mca_models.megatron.types import (
+    GptModel,
+    HfModel,
+    MegatronConfig,
+    MegatronModule,
+    PackedSeqParams,
+    Upstream,
+)
 from mca_models.templates import get_family
 
 Arguments = tuple[object, ...]
@@ -35,9 +46,21 @@ def image_reach(config: McaModelConfig) -> int:
     return 0 if vision is None or config.vision is None else vision.reach(config)
 
 
-def image_problems(config: McaModelConfig, layout: ParallelLayout, megatron: MegatronConfig) -> list[str]:
-    """Return every reason why ``config`` on ``layout`` cannot take images; empty if it can."""
-    return list(_image_problems(config, layout, megatron))
+def image_problems(
+    config: McaModelConfig, layout: ParallelLayout, megatron: MegatronConfig, *, trains: bool = True
+) -> list[str]:
+    """Return every reason why ``config`` on ``layout`` cannot take images; empty if it can.
+
+    Args:
+        config: The model.
+        layout: Its layout.
+        megatron: Its settings.
+        trains: The MTP layers run too.
+    """
+    found = list(_image_problems(config, layout, megatron))
+    if trains and config.vision is not None:
+        found += mtp_media_problems(config, layout, bidirectional=image_reach(config) > 0)
+    return found
 
 
 def _image_problems(
@@ -49,8 +72,6 @@ def _image_problems(
     if image_reach(config):
         yield from _bidirectional_problems(config, megatron)
     yield from padding_problems(config)
-    if config.mtp_num_layers:
-        yield "MTP layers cannot be trained with images; set mtp_num_layers to 0"
     yield from position_problems(config, megatron)
     first = len(pipeline_plan(layout, config.num_layers, config.mtp_num_layers).first.layers)
     if first < config.vision.deepstack_layers:
@@ -77,9 +98,11 @@ def accept_images(model: GptModel, config: McaModelConfig) -> None:
         return
     inputs = _ImageInputs(model, config)
     model.register_forward_pre_hook(inputs.before_chunk, with_kwargs=True)
+    model.register_forward_hook(inputs.after_chunk)
+    if model.pre_process or model.mtp_process:
+        model.embedding.register_forward_hook(inputs.after_embedding)
     if not model.pre_process:
         return
-    model.embedding.register_forward_hook(inputs.after_embedding)
     for number, layer in enumerate(model.decoder.layers[: config.vision.deepstack_layers]):
         layer.register_forward_hook(_with_inner_features(number))
     for parameter in model.vision_model.parameters():
@@ -98,13 +121,36 @@ def mark_replicated_gradient(parameter: Upstream, *, sequence_parallel: bool) ->
         parameter.average_gradients_across_tp_domain = True
 
 
+@dataclass(frozen=True)
+class _Embedded:
+    """Features for one call of the embedding.
+
+    Args:
+        features: ``[rows, hidden]``, or ``[s, b, hidden]`` by token.
+        rows: Row of each token ``[s, b]``, or -1; None: no token has one.
+    """
+
+    features: Tensor
+    rows: Tensor | None
+
+    def write(self, output: Tensor) -> Tensor:
+        """Return ``output`` ``[s, b, hidden]`` with the embeddings of placeholders replaced."""
+        rows = self.rows
+        if rows is None:
+            rows = torch.full(output.shape[:2], -1, device=output.device)
+        features = self.features[..., : output.shape[-1]].to(output.dtype)
+        by_token = features if features.dim() > 2 else _scatter_features(features, rows)
+        return torch.where((rows >= 0).unsqueeze(-1), by_token, output)
+
+
 class _ImageInputs:
     """Hooks of one chunk for the images of the running micro-batch."""
 
     def __init__(self, model: GptModel, config: McaModelConfig) -> None:
         self._config = config
-        self._features: Tensor | None = None
-        self._rows: Tensor | None = None
+        self._embedded: list[_Embedded] = []
+        """For the decoder's embedding, and then for that of each MTP layer."""
+        self._sent = SentFeatures()
         self._sequence_parallel = model.config.sequence_parallel
         self._vision: HfModel | None = model.vision_model if model.pre_process else None
 
@@ -114,44 +160,91 @@ class _ImageInputs:
         """Run the vision model and pass on arguments that Megatron understands."""
         kwargs = dict(kwargs)
         images, rows = kwargs.pop("images", None), kwargs.pop("feature_rows", None)
-        ends = kwargs.pop("attention_ends", None)
+        sends, ends = kwargs.pop("sends_features", False), kwargs.pop("attention_ends", None)
+        self._clear()
         if image_reach(self._config):  # reaches the core attention, also with recomputation
             args, kwargs = args[:2], {**kwargs, "attention_mask": ends}
-        positions = kwargs.get("position_ids")
-        if (
-            isinstance(getattr(model, "rotary_pos_emb", None), MRope)
-            and positions is not None
-            and positions.dim() == 3
-        ):
-            model.rotary_pos_emb.positions = positions
+        _set_positions(model, kwargs.get("position_ids"))
+        packed = kwargs.get("packed_seq_params")
         if not model.pre_process:
-            return args, kwargs
+            if sends:
+                self._receive(model, rows, packed)
+        elif images is None:
+            self._use_no_features(model, kwargs["input_ids"], sends=sends)
+        else:
+            self._require_support(model, sends=sends)
+            if inner := self._use_features(model, images, rows, packed, sends=sends):
+                scattered = torch.stack(inner)
+                extra = {**(kwargs.get("extra_block_kwargs") or {}), "context": scattered}
+                kwargs["extra_block_kwargs"] = extra
+        return args, kwargs
+
+    def _use_features(
+        self,
+        model: GptModel,
+        images: JsonObject,
+        rows: Tensor,
+        packed: PackedSeqParams | None,
+        *,
+        sends: bool,
+    ) -> list[Tensor]:
+        """Compute the features of ``images`` for the embeddings; return those of inner layers by token."""
         trained = self._trained()
-        if images is None:
-            if trained and torch.is_grad_enabled():  # the same graph up to the embeddings, without features
-                self._features = empty_features(model.vision_model, self._config, trained)
-            return args, kwargs
-        if problems := image_problems(self._config, self._config.layout, model.config):
-            raise McaError("; ".join(problems))
         with torch.set_grad_enabled(torch.is_grad_enabled() and bool(trained)):
             features, inner = compute_image_features(model.vision_model, images, self._config, trained)
-        self._rows = self._local(rows)
-        self._features = features
-        if inner:
-            scattered = torch.stack([_scatter_features(each, self._rows) for each in inner])
-            kwargs["extra_block_kwargs"] = {**(kwargs.get("extra_block_kwargs") or {}), "context": scattered}
-        return args, kwargs
+        shifted = shifted_rows(rows, model.config.mtp_num_layers or 0, packed)
+        local, *further = (self._local(each) for each in (rows, *shifted))
+        self._embedded = [_Embedded(features, local)]
+        if sends:
+            self._sent.add(tuple(_scatter_features(features, each) for each in further))
+        elif model.mtp_process:
+            self._embedded += [_Embedded(features, each) for each in further]
+        return [_scatter_features(each, local) for each in inner]
+
+    def _use_no_features(self, model: GptModel, input_ids: Tensor, *, sends: bool) -> None:
+        """Connect the trained tower to the embeddings of a micro-batch without media."""
+        trained, layers = self._trained(), model.config.mtp_num_layers or 0
+        if trained and torch.is_grad_enabled():  # the same graph up to the embeddings, without features
+            self._embedded = [_Embedded(empty_features(model.vision_model, self._config, trained), None)]
+        if sends:
+            length, parameter = self._local(input_ids).shape[0], next(model.embedding.parameters())
+            none = parameter.new_zeros(length, len(input_ids), self._config.hidden_size)
+            self._sent.add((none,) * layers)
+
+    def _receive(self, model: GptModel, rows: Tensor | None, packed: PackedSeqParams | None) -> None:
+        """Take the features of the first stage, and use them in the embeddings for MTP layers of this one."""
+        self._sent.receive(model, model.config.mtp_num_layers)
+        if not model.mtp_process or rows is None:
+            return
+        features = self._sent.features
+        further = shifted_rows(rows, len(features), packed)
+        self._embedded = [
+            _Embedded(each, self._local(own)) for each, own in zip(features, further, strict=True)
+        ]
 
     def after_embedding(self, embedding: MegatronModule, args: Arguments, output: Tensor) -> Tensor:
         """Replace the embeddings of placeholders ``[s, b, hidden]``."""
-        features, rows = self._features, self._rows
-        self._features = self._rows = None
-        if features is None:
-            return output
-        if rows is None:
-            rows = torch.full(output.shape[:2], -1, device=output.device)
-        scattered = _scatter_features(features[:, : output.shape[-1]].to(output.dtype), rows)
-        return torch.where((rows >= 0).unsqueeze(-1), scattered, output)
+        return self._embedded.pop(0).write(output) if self._embedded else output
+
+    def after_chunk(self, model: GptModel, args: Arguments, output: Tensor) -> Tensor:
+        """Add the features for MTP layers to the hidden states that a chunk sends."""
+        sent = output if model.post_process else self._sent.send(output)
+        self._clear()
+        return sent
+
+    def _clear(self) -> None:
+        self._embedded = []
+        self._sent.clear()
+
+    def _require_support(self, model: GptModel, *, sends: bool) -> None:
+        layers, layout = model.config.mtp_num_layers, self._config.layout
+        if problems := image_problems(self._config, layout, model.config, trains=bool(layers)):
+            raise McaError("; ".join(problems))
+        if layers and layout.pp > 1 and model.training and not sends:
+            raise McaError(
+                "media with MTP layers and pipeline stages: this training loop does not send features to the last "
+                "stage; train with McaTrainer, or set mtp_num_layers to 0"
+            )
 
     def _trained(self) -> list[torch.nn.Parameter]:
         parameters = () if self._vision is None else self._vision.parameters()
@@ -167,6 +260,13 @@ class _ImageInputs:
         group = get_tensor_model_parallel_group()
         part: Tensor = local.chunk(group.size())[group.rank()]
         return part
+
+
+def _set_positions(model: GptModel, positions: Tensor | None) -> None:
+    """Give the chunk's rotary embedding the three positions of each token, if there are."""
+    rotary = getattr(model, "rotary_pos_emb", None)
+    if isinstance(rotary, MRope) and positions is not None and positions.dim() == 3:
+        rotary.positions = positions
 
 
 def _scatter_features(features: Tensor, rows: Tensor) -> Tensor:

@@ -84,7 +84,7 @@ def _media(
     assert family is not None, "a model with images has a vision model"
     if family.audio is None:
         return [_Medium(images, _run_vision, split_images, trained)]
-    hears = {
+    audio_tower = {
         parameter for name, parameter in vision.named_parameters() if name.startswith(family.audio.names)
     }
     clips = {name: images[name] for name in family.audio.inputs if name in images}
@@ -97,8 +97,8 @@ def _media(
         return [_Medium(clips, run, split_clips, trained)]
     pictures = {name: value for name, value in images.items() if name not in clips}
     return [
-        _Medium(pictures, _run_vision, split_images, [each for each in trained if each not in hears]),
-        _Medium(clips, run, split_clips, [each for each in trained if each in hears]),
+        _Medium(pictures, _run_vision, split_images, [each for each in trained if each not in audio_tower]),
+        _Medium(clips, run, split_clips, [each for each in trained if each in audio_tower]),
     ]
 
 
@@ -261,15 +261,15 @@ def _run_alone_and_together(vision: HfModel, images: JsonObject) -> Tensor:
         if frames < 1:
             output = vision.get_video_features(pixels[number : number + 1, :-frames], return_dict=True)
             found[number] = output.pooler_output[0]
-    alone = [number for number, count in enumerate(counts) if count == 1]
+    single = [number for number, count in enumerate(counts) if count == 1]
     together = [number for number, count in enumerate(counts) if count > 1]
-    for numbers in filter(None, (alone, together)):
+    for numbers in filter(None, (single, together)):
         # one of several images goes in twice, so that the tower does not take it for a lone one
-        taken = numbers if numbers is alone or len(numbers) > 1 else numbers * 2
+        taken = numbers if numbers is single or len(numbers) > 1 else numbers * 2
         output = vision.get_image_features(
             pixel_values=pixels[taken],
             image_sizes=sizes[taken],
-            batch_num_images=[1] * len(taken) if numbers is alone else [len(taken)],
+            batch_num_images=[1] * len(taken) if numbers is single else [len(taken)],
             return_dict=True,
         )
         found |= dict(zip(numbers, output.pooler_output, strict=False))

@@ -18,6 +18,7 @@ from mca_models.megatron.features.feature import (
     SpecChanges,
     change_moe_layer,
     remove_module,
+    shared_expert_overlap_problems,
 )
 from mca_models.megatron.features.norms import PostNorm
 from mca_models.megatron.types import MarkedParameter, MegatronConfig
@@ -88,11 +89,7 @@ def _spec(context: Context) -> SpecChanges:
 
 
 def _problems(setup: Setup) -> Iterator[str]:
-    if setup.settings.get("moe_shared_expert_overlap"):
-        yield (
-            "moe_shared_expert_overlap skips the norms of an MLP parallel to experts, or adds both outputs at once; "
-            "remove moe_shared_expert_overlap"
-        )
+    yield from shared_expert_overlap_problems(setup)
     if setup.settings.get("moe_token_dispatcher_type") == "flex":
         yield (
             "moe_token_dispatcher_type flex sends tokens to the experts of their largest weights, and this model's "

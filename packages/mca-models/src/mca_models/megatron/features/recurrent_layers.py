@@ -4,6 +4,7 @@ The computation of each sequence is in the modules of the layers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Literal
 
 import torch
@@ -14,6 +15,7 @@ from torch.nn.functional import conv1d, pad, silu
 from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Typed
+from mca_models.megatron.features.feature import LayerContext, SpecChanges
 from mca_models.megatron.features.kernels import Kernel
 from mca_models.megatron.layers.sharded import sharded_state
 from mca_models.megatron.layers.zigzag import rank_token_ranges, restore_token_order
@@ -24,6 +26,7 @@ from mca_models.megatron.types import (
     PackedSeqParams,
     Settings,
     ShardedState,
+    Spec,
     WithBias,
 )
 
@@ -47,6 +50,40 @@ def apply_to_full_sequences(
     chunks = rank_token_ranges(lengths, group.rank(), group.size())
     local = [outputs[chunk.sequence].narrow(0, chunk.start, chunk.length) for chunk in chunks]
     return local[0] if len(local) == 1 else torch.cat(local)
+
+
+def mixer_in_layers(kind: str, mixer: type, *, norm: bool = True) -> Callable[[LayerContext], SpecChanges]:
+    """Return the change of a layer's spec that puts ``mixer`` in place of attention in layers of ``kind``.
+
+    Args:
+        kind: Entry of ``layer_types``.
+        mixer: Module without its base class, Megatron's, which is imported when a layer is built.
+        norm: Fuse the norm before it into its first linear if the implementation can.
+    """
+
+    @cache
+    def module() -> type:
+        from megatron.core.transformer.module import MegatronModule
+
+        return type(mixer.__name__, (mixer, MegatronModule), {})
+
+    def spec(context: LayerContext) -> Spec:
+        from megatron.core.transformer.spec_utils import ModuleSpec
+
+        column, row = normed_linears(context.implementation, norm=norm)
+        return ModuleSpec(module=module(), params={"model": context.config, "column": column, "row": row})
+
+    def change(context: LayerContext) -> SpecChanges:
+        if context.kind != kind:
+            return SpecChanges()
+        return SpecChanges({"self_attention": lambda _: spec(context)})
+
+    return change
+
+
+def separate_layer_states(config: McaModelConfig) -> Settings:
+    """Return the setting that layers with different tensors need: their states are not stacked."""
+    return {"hetereogenous_dist_checkpoint": True}
 
 
 def normed_linears(implementation: Implementation, *, norm: bool = True) -> tuple[type, type]:

@@ -6,7 +6,7 @@ again before its backward pass, whose recomputation routes once more. MTP layers
 experts for them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -33,12 +33,14 @@ class ReplayableTopK:
         given: ``[tokens, topk]``: experts of the running pass, `LIVE` for tokens without; None: none are given.
         waiting: Whether no pass has used `given` yet.
         recorded: Experts of each pass, ``[tokens, topk]``; None: not recorded.
+        supply: Sets `given` for each pass, from its number of tokens; None: `set_routed_experts` does.
     """
 
     layer_number: int | None = field(default=None, kw_only=True)
     given: Tensor | None = field(default=None, kw_only=True)
     waiting: bool = field(default=False, kw_only=True)
     recorded: list[Tensor] | None = field(default=None, kw_only=True)
+    supply: Callable[[int], Tensor | None] | None = field(default=None, kw_only=True)
 
     def get_replay_topk(self, scores: Tensor, topk: int, *options: MegatronModule) -> tuple[Tensor, Tensor]:
         """Return the scores and the indices of each token's experts, both ``[tokens, topk]``; Megatron calls this.
@@ -49,6 +51,8 @@ class ReplayableTopK:
             options: Megatron's numbers of groups, and its own choice.
         """
         values, chosen = self.choose(scores, topk, *options)
+        if self.supply is not None:
+            self.given = self.supply(len(scores))
         if self.given is not None:
             if self.given.shape != chosen.shape:
                 raise RuntimeError(
@@ -181,7 +185,7 @@ def set_routed_experts(model: GptModel, experts: Tensor | None) -> None:
         for _, choice in choices:
             choice.given, choice.waiting = None, False
         return
-    _require_replayable(model.config)
+    require_replayable(model.config)
     if model.config.sequence_parallel:
         group = model.config.tensor_model_parallel_size
         experts = experts.chunk(group, 1)[_tensor_rank()]
@@ -222,7 +226,7 @@ def routed_passes(models: Sequence[GptModel], *, record: bool = False) -> Iterat
     """
     for model in models if record else ():
         if choices := _choices(model):
-            _require_replayable(model.config)
+            require_replayable(model.config)
         for _, choice in choices:
             choice.recorded = []
     try:
@@ -247,7 +251,12 @@ def _choices(model: GptModel) -> list[tuple[int, ReplayableTopK]]:
     return found
 
 
-def _require_replayable(config: MegatronConfig) -> None:
+def require_replayable(config: MegatronConfig) -> None:
+    """Raise unless the routers choose where experts can be given to them.
+
+    Raises:
+        McaError: A fused kernel or Sinkhorn's algorithm chooses.
+    """
     kinds = config.moe_router_load_balancing_type
     if config.moe_router_fusion:
         raise McaError(

@@ -1,6 +1,6 @@
-"""Mamba 1 in place of attention (Jamba), in plain torch or by the kernel of mamba-ssm.
+"""Mamba 1 in place of attention (Mamba, Falcon Mamba, Jamba), in plain torch or by the kernel of mamba-ssm.
 
-    x, z = in_proj(u)           x = silu(conv(x))           dt, B, C = norms of x_proj(x)
+    x, z = in_proj(u)           x = silu(conv(x))           dt, B, C = x_proj(x), each normalized in some families
     S_t = exp(s_t A) S_(t-1) + s_t x_t B_t^T               s = softplus(dt_proj(dt))
     y = out_proj((S C + D x) silu(z))
 
@@ -10,7 +10,6 @@ between chunks only.
 """
 
 from collections.abc import Iterator
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -21,20 +20,21 @@ from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Typed
 from mca_models.megatron.features.delta_rule import CHUNK
-from mca_models.megatron.features.feature import Feature, LayerContext, SpecChanges
+from mca_models.megatron.features.feature import Feature
 from mca_models.megatron.features.kernels import Kernel, find_kernel
 from mca_models.megatron.features.recurrent_layers import (
     CausalConvolution,
     SequenceMixer,
+    mixer_in_layers,
     mixer_projections,
-    normed_linears,
+    separate_layer_states,
     split_sharded_state,
 )
 from mca_models.megatron.layers.sharded import cut_parameter, sharded_state
-from mca_models.megatron.names import Implementation
-from mca_models.megatron.types import MarkedParameter, MegatronConfig, ShardedState, Spec
+from mca_models.megatron.types import MarkedParameter, MegatronConfig, ShardedState
 
 _CUT = ("A_log", "D", "conv1d.weight", "conv1d.bias")
+_NORMS = ("dt_layernorm", "b_layernorm", "c_layernorm")
 _PARTS = ("scanned", "gate")
 """Parts of the input projection (x, z); no other layer has both names in ``torch_dist`` directories."""
 
@@ -172,18 +172,22 @@ class SummedLinear(torch.nn.Module):
 
 
 class ReplicatedNorm(torch.nn.Module):
-    """RMSNorm of channels that each tensor rank has in full, as it has the gradient of the weight."""
+    """RMSNorm of channels that each tensor rank has in full, as it has the gradient of the weight, if there is one."""
 
-    def __init__(self, channels: int, config: MegatronConfig) -> None:
+    def __init__(self, channels: int, model: McaModelConfig, config: MegatronConfig) -> None:
         super().__init__()
-        self.eps = config.layernorm_epsilon
-        self.weight = torch.nn.Parameter(torch.ones(channels, dtype=config.params_dtype))
+        sizes = given(model.selective_scan)
+        self.eps = config.layernorm_epsilon if sizes.scan_norm_epsilon is None else sizes.scan_norm_epsilon
+        weighted = sizes.scan_norm == "weighted"
+        weight = torch.nn.Parameter(torch.ones(channels, dtype=config.params_dtype)) if weighted else None
+        self.weight: torch.nn.Parameter | None
+        self.register_parameter("weight", weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize ``x`` in fp32; return its dtype."""
         wide = x.float()
-        normal = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * normal.to(x.dtype)
+        normal = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+        return normal if self.weight is None else self.weight * normal
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: Typed = None
@@ -243,9 +247,9 @@ class SelectiveScan(SequenceMixer):
         self.scan = find_kernel("selective_scan_fn", config)
         self.widths = [sizes.scan_step_rank, sizes.scan_state_dim, sizes.scan_state_dim]
         self.x_proj = SummedLinear(self.channels, sum(self.widths), config, self.groups.tp)
-        self.dt_layernorm, self.b_layernorm, self.c_layernorm = (
-            ReplicatedNorm(width, config) for width in self.widths
-        )
+        self.norms = _NORMS if sizes.scan_norm != "none" else ()
+        for name, width in zip(self.norms, self.widths, strict=False):
+            setattr(self, name, ReplicatedNorm(width, model, config))
         self.dt_proj = StepProjection(sizes.scan_step_rank, self.channels, config)
         self.A_log = cut_parameter((self.channels, sizes.scan_state_dim), config.params_dtype)
         self.D = cut_parameter((self.channels,), config.params_dtype)
@@ -256,9 +260,10 @@ class SelectiveScan(SequenceMixer):
 
         convolved, gate = mixed.chunk(len(_PARTS), -1)
         x = self.conv1d(convolved.permute(1, 2, 0)).transpose(1, 2)
-        norms = (self.dt_layernorm, self.b_layernorm, self.c_layernorm)
-        parts = zip(norms, self.x_proj(x)[0].split(self.widths, -1), strict=True)
-        shared = torch.cat([norm(part) for norm, part in parts], -1)
+        shared = self.x_proj(x)[0]
+        if self.norms:
+            parts = zip(self.norms, shared.split(self.widths, -1), strict=True)
+            shared = torch.cat([getattr(self, norm)(part) for norm, part in parts], -1)
         # each rank reads what all have, for its own channels
         shared = copy_to_tensor_model_parallel_region(shared, group=self.groups.tp)
         step, into, read = shared.split(self.widths, -1)
@@ -276,29 +281,6 @@ class SelectiveScan(SequenceMixer):
         return split_sharded_state(self, prefix, sharded_offsets, metadata, cut=_CUT, fused=fused)
 
 
-def selective_scan_spec(implementation: Implementation, config: McaModelConfig) -> Spec:
-    """Return the spec of a Mamba 1 layer in place of attention."""
-    from megatron.core.transformer.spec_utils import ModuleSpec
-
-    column, row = normed_linears(implementation)
-    return ModuleSpec(module=_module(), params={"model": config, "column": column, "row": row})
-
-
-@cache
-def _module() -> type:
-    from megatron.core.transformer.module import MegatronModule
-
-    return type("SelectiveScan", (SelectiveScan, MegatronModule), {})
-
-
-def _layer(context: LayerContext) -> SpecChanges:
-    if context.kind != "selective_scan":
-        return SpecChanges()
-    return SpecChanges(
-        {"self_attention": lambda _: selective_scan_spec(context.implementation, context.config)}
-    )
-
-
 def _start(name: str, shape: tuple[int, ...], seed: int) -> Tensor | None:
     """Return initial values of Mamba's rates, 1 to the number of a state's channels, and skip connections."""
     if name.endswith("A_log"):
@@ -309,8 +291,7 @@ def _start(name: str, shape: tuple[int, ...], seed: int) -> Tensor | None:
 SELECTIVE_SCAN = Feature(
     name="selective scan",
     enabled=lambda config: config.selective_scan is not None,
-    layer=_layer,
+    layer=mixer_in_layers("selective_scan", SelectiveScan),
     start=_start,
-    # tensors of layers that differ are not stacked
-    settings=lambda config: {"hetereogenous_dist_checkpoint": True},
+    settings=separate_layer_states,
 )

@@ -46,11 +46,13 @@ class MediaArguments:
 
     def keywords(self, dtype: torch.dtype) -> JsonObject:
         """Return the arguments without positions, with pixels in ``dtype``."""
-        ends = {} if self.attention_ends is None else {"attention_ends": self.attention_ends}
+        ends: JsonObject = {} if self.attention_ends is None else {"attention_ends": self.attention_ends}
+        if self.feature_rows is not None:
+            ends["feature_rows"] = self.feature_rows
         if self.images is None:
             return ends
         images = {name: x.to(dtype) if x.is_floating_point() else x for name, x in self.images.items()}
-        return {"images": images, "feature_rows": self.feature_rows, **ends}
+        return {"images": images, **ends}
 
     def to(self, device: torch.device) -> "MediaArguments":
         """Return the arguments on ``device``."""
@@ -70,11 +72,13 @@ class MediaJoiner:
         decodes: Read pixels: this rank has the first pipeline stage, which contains the towers.
         sections: Tokens have three positions each (M-RoPE).
         bidirectional: The tokens of an image attend to each other in both directions.
+        predicts: The model has MTP layers, whose stage needs the rows of features too.
     """
 
     decodes: bool = True
     sections: bool = False
     bidirectional: bool = False
+    predicts: bool = False
 
     def join(
         self, found: Sequence[SequenceMedia | None], lengths: Sequence[int], cut: Cut, *, packed: bool
@@ -101,21 +105,21 @@ class MediaJoiner:
                 for own, length in zip(spans, lengths, strict=True)
             ]
             ends = torch.cat(each_end, 1 if packed else 0)
-        if not self.decodes:
-            return MediaArguments(sections=by_row, attention_ends=ends)
-        rows = [cut(torch.from_numpy(own)[None], 1) for own in batch_feature_rows(lengths, spans)]
-        return MediaArguments(
-            sections=by_row,
-            attention_ends=ends,
-            feature_rows=torch.cat(rows, 1 if packed else 0),
-            images=join_tensors([media.tensors() for media in found if media]),
-        )
+        rows = None
+        if self.decodes or self.predicts:
+            own_rows = [cut(torch.from_numpy(own)[None], 1) for own in batch_feature_rows(lengths, spans)]
+            rows = torch.cat(own_rows, 1 if packed else 0)
+        images = join_tensors([media.tensors() for media in found if media]) if self.decodes else None
+        return MediaArguments(sections=by_row, attention_ends=ends, feature_rows=rows, images=images)
 
 
 def media_joiner(config: McaModelConfig, *, decodes: bool) -> MediaJoiner:
     """Return the joiner of a pipeline stage; see `MediaJoiner` for ``decodes``."""
     return MediaJoiner(
-        decodes=decodes, sections=config.mrope is not None, bidirectional=image_reach(config) > 0
+        decodes=decodes,
+        sections=config.mrope is not None,
+        bidirectional=image_reach(config) > 0,
+        predicts=config.mtp_num_layers > 0,
     )
 
 

@@ -5,25 +5,23 @@
 The convolution is causal and depthwise. Tensor ranks hold channels; context parallelism gathers the projected tokens.
 """
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
 from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Typed
-from mca_models.megatron.features.feature import Feature, LayerContext, SpecChanges
+from mca_models.megatron.features.feature import Feature
 from mca_models.megatron.features.kernels import find_kernel
 from mca_models.megatron.features.recurrent_layers import (
     CausalConvolution,
     SequenceMixer,
+    mixer_in_layers,
     mixer_projections,
-    normed_linears,
+    separate_layer_states,
     split_sharded_state,
 )
-from mca_models.megatron.names import Implementation
-from mca_models.megatron.types import MegatronConfig, ShardedState, Spec
+from mca_models.megatron.types import MegatronConfig, ShardedState
 
 _PARTS = ("gate_in", "gate_out", "inputs")
 """Parts of the input projection (B, C, x); names differ from those of Mamba's parts in ``torch_dist`` directories."""
@@ -66,33 +64,9 @@ class ShortConvolution(SequenceMixer):
         )
 
 
-def short_convolution_spec(implementation: Implementation, config: McaModelConfig) -> Spec:
-    """Return the spec of a gated short convolution in place of attention."""
-    from megatron.core.transformer.spec_utils import ModuleSpec
-
-    column, row = normed_linears(implementation)
-    return ModuleSpec(module=_module(), params={"model": config, "column": column, "row": row})
-
-
-@cache
-def _module() -> type:
-    from megatron.core.transformer.module import MegatronModule
-
-    return type("ShortConvolution", (ShortConvolution, MegatronModule), {})
-
-
-def _layer(context: LayerContext) -> SpecChanges:
-    if context.kind != "conv":
-        return SpecChanges()
-    return SpecChanges(
-        {"self_attention": lambda _: short_convolution_spec(context.implementation, context.config)}
-    )
-
-
 SHORT_CONVOLUTION = Feature(
     name="short convolution",
     enabled=lambda config: config.short_convolution is not None,
-    # tensors of layers that differ are not stacked
-    settings=lambda config: {"hetereogenous_dist_checkpoint": True},
-    layer=_layer,
+    settings=separate_layer_states,
+    layer=mixer_in_layers("conv", ShortConvolution),
 )

@@ -11,7 +11,14 @@ from functools import cache
 from torch import Tensor
 from torch.nn.functional import dropout
 
-from mca_models.megatron.features.feature import Context, Feature, Setup, SpecChanges
+from mca_models.megatron.features.feature import (
+    Context,
+    Feature,
+    Setup,
+    SpecChanges,
+    norm_recompute_problems,
+    shared_expert_overlap_problems,
+)
 from mca_models.megatron.types import WithBias
 
 
@@ -66,16 +73,8 @@ def _spec(context: Context) -> SpecChanges:
 
 
 def _problems(setup: Setup) -> Iterator[str]:
-    if setup.settings.get("moe_shared_expert_overlap"):
-        yield (
-            "moe_shared_expert_overlap skips the norms of an MLP parallel to experts, or adds both outputs at once; "
-            "remove moe_shared_expert_overlap"
-        )
-    if setup.recomputes("layernorm"):
-        yield (
-            "norms cannot be recomputed alone if attention and MLP, or MLP and experts, are parallel; "
-            "remove layernorm from recompute_modules, or set recompute_granularity to full"
-        )
+    yield from shared_expert_overlap_problems(setup)
+    yield from norm_recompute_problems(setup)
 
 
 SHORTCUT_MOE = Feature(

@@ -98,9 +98,9 @@ class TopKSparseAttention(CoreAttention):
         start: int,
     ) -> Tensor:
         with torch.no_grad():
-            seen = self._select(query_features, index_keys, start)
-            mask = torch.zeros(seen.shape, dtype=query.dtype, device=query.device)
-            mask.masked_fill_(~seen, -torch.inf)
+            selected = self._select(query_features, index_keys, start)
+            mask = torch.zeros(selected.shape, dtype=query.dtype, device=query.device)
+            mask.masked_fill_(~selected, -torch.inf)
         channels = value.shape[-1]
         width = max(query.shape[-1], channels)  # torch's kernels want equal sizes
         q, k, v = (pad(x, (0, width - x.shape[-1])).permute(1, 2, 0, 3) for x in (query, key, value))

@@ -29,6 +29,12 @@ from mca_models.megatron.types import (
     ShardedState,
 )
 
+PACKED_ENDS = "mca_ends"
+"""Attribute of ``PackedSeqParams``: boundaries of the sequences as a list of numbers."""
+ON_HOST = "mca_on_host"
+"""Attribute of ``cu_seqlens`` on a device: the same tensor in host memory."""
+_CAUSAL = ("causal", "padding_causal")
+
 
 @dataclass(frozen=True)
 class AttentionOptions:
@@ -50,13 +56,6 @@ class AttentionOptions:
     chunk: int | None = None
     chunked_layers: frozenset[int] = frozenset()
     alibi: bool = False
-
-
-PACKED_ENDS = "mca_ends"
-"""Attribute of ``PackedSeqParams``: boundaries of the sequences as a list of numbers."""
-ON_HOST = "mca_on_host"
-"""Attribute of ``cu_seqlens`` on a device: the same tensor in host memory."""
-_CAUSAL = ("causal", "padding_causal")
 
 
 class CoreAttention(torch.nn.Module):

@@ -75,11 +75,11 @@ def _block(
 ) -> Tensor:
     queries, keys = query.shape[2], key.shape[2]
     positions = torch.arange(-(-keys // ALIGNED) * ALIGNED, device=query.device)
-    seen = positions < ends[..., None]
+    visible = positions < ends[..., None]
     if window is not None:
-        seen = seen & (
+        visible = visible & (
             positions > torch.arange(start, start + queries, device=query.device)[:, None] - window
         )
-    mask = torch.zeros(seen.shape, dtype=query.dtype, device=query.device)
-    mask = mask.masked_fill_(~seen, float("-inf"))[:, None, :, :keys]
+    mask = torch.zeros(visible.shape, dtype=query.dtype, device=query.device)
+    mask = mask.masked_fill_(~visible, float("-inf"))[:, None, :, :keys]
     return scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale)

@@ -87,10 +87,10 @@ class DsaIndexer(torch.nn.Module):
         products: Tensor = torch.einsum("qbhd,kbd->bqhk", queries.float(), keys.float()).relu()
         scores: Tensor = torch.einsum("bqhk,qbh->bqk", products, weights)
         positions = torch.arange(start, start + len(queries), device=keys.device)
-        seen = torch.arange(len(keys), device=keys.device) <= positions[:, None]
-        scores = scores.masked_fill(~seen, -torch.inf)
+        visible = torch.arange(len(keys), device=keys.device) <= positions[:, None]
+        scores = scores.masked_fill(~visible, -torch.inf)
         best = scores.topk(min(self.sizes.topk, len(keys)), -1).indices
-        mask: Tensor = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True) & seen
+        mask: Tensor = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True) & visible
         return mask
 
     def _rotated(self, x: Tensor, positions: Tensor) -> Tensor:

@@ -89,13 +89,15 @@ def _masked_attention(
     mask.masked_fill_(~allowed, float("-inf"))  # torch would convert each boolean mask to one of these
     pieces = []
     for first, last, low in blocks(query.shape[2], start, window):
-        seen = _part(mask, last - first, start + last - low)
+        visible = _part(mask, last - first, start + last - low)
         k, v = key[:, :, low : start + last], value[:, :, low : start + last]
         if sink is not None:
             k, v = _after_sink(k, v, sink)
-            seen = pad(seen, (1, 0))
+            visible = pad(visible, (1, 0))
         q = query[:, :, first:last]
-        pieces.append(scaled_dot_product_attention(q, k, v, attn_mask=seen, dropout_p=dropout, scale=scale))
+        pieces.append(
+            scaled_dot_product_attention(q, k, v, attn_mask=visible, dropout_p=dropout, scale=scale)
+        )
     return torch.cat(pieces, 2)
 
 
@@ -184,10 +186,10 @@ def _mask(query: Tensor, start: int, window: int | None) -> Tensor:
     width = -(-columns // ALIGNED) * ALIGNED
     positions = torch.arange(columns - rows, columns, device=query.device)[:, None]
     keys = torch.arange(width, device=query.device)[None, :]
-    seen = keys <= positions
+    visible = keys <= positions
     if window is not None:
-        seen &= keys > positions - window
-    return seen[:, :columns]
+        visible &= keys > positions - window
+    return visible[:, :columns]
 
 
 def _part(mask: Tensor, queries: int, keys: int) -> Tensor:

@@ -130,7 +130,7 @@ def attach(
         placed = _Placed(pairs, base, _lora(pairs, base, ranks, dropout))
         if grouped and item.param.expert is not None:
             experts.setdefault(path, []).append(placed)
-        elif pairs[0].target.sees:
+        elif pairs[0].target.is_vision:
             yield _attach_hf_module(chunk.get_submodule(path), placed, ranks.sequence_parallel)
         elif item.param.mca.endswith(_BARE):
             yield _attach_weight(chunk.get_submodule(path), leaf, placed)

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from mca_config.errors import McaError
 from mca_config.layout import Coordinates
-from mca_config.model_config import DtypeName
 from mca_config.types import JsonObject
 from mca_models.lora import (
     Adapter,
@@ -44,12 +43,8 @@ from mca_models.megatron.peft.compatibility import require_same
 from mca_models.megatron.peft.exchange import merged_piece, peft_tensors, receive_adapter, whole_adapter
 from mca_models.megatron.peft.initialization import is_trained, require_base_weights
 from mca_models.megatron.state.export import (
-    BUCKET_BYTES,
-    Destination,
     WeightBucket,
     WeightRequest,
-    checked_request,
-    each_tensor,
     export_buckets,
     packed_buckets,
 )
@@ -134,7 +129,8 @@ class PeftModels(VirtualModels):
     """A model with a LoRA adapter; everything but the adapter is frozen.
 
     Made by ``get_peft_model`` or ``load_adapter`` from ``VirtualModels``, whose chunks it shares. It has all methods of
-    ``VirtualModels``; the two ``save`` methods write the adapter only, as PEFT's do.
+    ``VirtualModels``; the two ``save`` methods write the adapter only, as PEFT's do, and ``export_weights`` yields it
+    under PEFT's names unless ``merged`` is set.
 
     Attributes:
         adapter: The adapter's configuration.
@@ -406,67 +402,18 @@ class PeftModels(VirtualModels):
         read = receive_adapter(Adapter(self.config, self.adapter, self.rules, lambda param: None), every)
         self.fill(lambda param, shape: read(param), saved=True)
 
-    def export_weights(
-        self,
-        *,
-        to: Destination = "all",
-        bucket_bytes: int = BUCKET_BYTES,
-        dtype: DtypeName | None = None,
-        fp8: bool = False,
-        merged: bool = False,
-        per_expert: bool = False,
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the adapter's tensors under PEFT's names, as `save_pretrained_as_hf` writes them; collective.
-
-        Args:
-            to: As for ``VirtualModels.export_weights``.
-            bucket_bytes: Limit of a bucket.
-            dtype: Dtype that tensors are cast to.
-            fp8: Only for a merged model.
-            merged: Export the full model with the adapter merged in; the live weights are unchanged.
-            per_expert: Yield PEFT's matrices for all experts of a layer as factors of each expert's linears
-                (``...experts.7.up_proj.lora_A.weight``), which inference engines load for most models with experts;
-                their configuration is ``peft_config(per_expert=True)``.
-        """
-        buckets = self.export_buckets(
-            to=to,
-            bucket_bytes=bucket_bytes,
-            dtype=dtype,
-            fp8=fp8,
-            merged=merged,
-            per_expert=per_expert,
-        )
-        return each_tensor(buckets)
-
-    def export_buckets(
-        self,
-        *,
-        to: Destination = "all",
-        bucket_bytes: int = BUCKET_BYTES,
-        dtype: DtypeName | None = None,
-        fp8: bool = False,
-        split_experts: bool = False,
-        merged: bool = False,
-        per_expert: bool = False,
+    def _requested_buckets(
+        self, request: WeightRequest, *, merged: bool, per_expert: bool
     ) -> Iterator[WeightBucket]:
-        """Yield whole buckets of `export_weights`; collective."""
-        request = checked_request(
-            to=to,
-            bucket_bytes=bucket_bytes,
-            dtype=dtype,
-            fp8=fp8,
-            split_experts=split_experts,
-            merged=merged,
-            per_expert=per_expert,
-        )
+        """Return the adapter's buckets, as `save_pretrained_as_hf` writes it, or those of the merged model."""
         if merged and per_expert:
             raise McaError(
                 "per_expert is a layout of the adapter, which merged=True merges; remove one of them"
             )
         if merged:
             return export_buckets(self, request, self._merged_piece())
-        for name, value in (("fp8", fp8), ("split_experts", split_experts)):
-            if value:
+        for name in ("fp8", "split_experts"):
+            if getattr(request, name):
                 raise McaError(f"{name} is not supported for an adapter; remove {name}, or set merged")
         return self._adapter_buckets(request, per_expert=per_expert)
 

@@ -10,18 +10,16 @@ that this process waits for needs no manager.
 """
 
 import atexit
-import ctypes
 import os
 import queue
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.managers import SyncManager
 
 from mca_models.megatron.platform._patch import EVERYWHERE, Patch
+from mca_models.megatron.platform.child_processes import end_with_parent
 from mca_models.megatron.types import Upstream
 
-_PR_SET_PDEATHSIG = 1
 _managers: dict[int, SyncManager] = {}
 _without_manager = [False]
 
@@ -50,17 +48,10 @@ def _queue(*args: object, **kwargs: object) -> Upstream:
         return queue.SimpleQueue()
     if os.getpid() not in _managers:
         manager = SyncManager(ctx=torch.multiprocessing.get_context("fork"))
-        manager.start(initializer=_die_with_parent, initargs=(os.getpid(),))
+        manager.start(initializer=end_with_parent, initargs=(os.getpid(),))
         _managers[os.getpid()] = manager
         atexit.register(close)
     return _managers[os.getpid()].Queue()
-
-
-def _die_with_parent(parent: int) -> None:
-    """Ask Linux to kill this process when its parent ends; exit if the parent has ended already."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def close() -> None:

@@ -31,9 +31,13 @@ def kill_children_with_parent() -> Iterator[None]:
 
 def _follow() -> None:
     global _parent
-    if not _parent:
-        return
+    if _parent:
+        end_with_parent(_parent)
+        _parent = os.getpid()
+
+
+def end_with_parent(parent: int) -> None:
+    """Ask Linux to kill this process when its ``parent`` ends; exit if it has ended already."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != _parent:
+    if os.getppid() != parent:
         os._exit(1)
-    _parent = os.getpid()

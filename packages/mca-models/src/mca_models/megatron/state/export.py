@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mca_config.errors import McaError
 from mca_config.model_config import DtypeName
-from mca_models.checkpoint.hf_writer import HfLayout
+from mca_models.checkpoint.hf_writer import HfTensors
 from mca_models.megatron.distributed.collectives import require_same_arguments
 from mca_models.megatron.distributed.parallel import RankContext
 from mca_models.megatron.live_model import LiveModel
@@ -30,7 +30,7 @@ from mca_models.megatron.state.fp8_export import quantised
 from mca_models.megatron.state.param_specs import (
     cast_param_specs,
     gather_param_specs,
-    hf_layout,
+    hf_tensors,
     model_params,
 )
 from mca_models.megatron.state.stream import FilledBucket, Piece, WeightSource, stream
@@ -145,13 +145,13 @@ def export_buckets(
     specs = gather_param_specs(models)
     if request.dtype is not None:
         specs = cast_param_specs(model_params(models), specs, request.dtype)
-    layout = hf_layout(models, specs, request.dtype, fp8=request.fp8)
+    written = hf_tensors(models, specs, fp8=request.fp8)
     piece = piece or dict(models.canonical_parameters()).get
-    selected = None if select is None else select(layout.params, specs, piece)
+    selected = None if select is None else select(written.params, specs, piece)
     # up to three exist at once: one is gathered, one is yielded, one is still in the consumer's variable
     max_bytes = max(request.bucket_bytes * 2 // 3, 1)
     units = _units(
-        layout.params, request.targets(models.rank_context), selected, whole=not request.split_experts
+        written.params, request.targets(models.rank_context), selected, whole=not request.split_experts
     )
     if request.split_experts:
         units = [piece for unit in units for piece in expert_slices(unit, specs, max_bytes)]
@@ -159,9 +159,9 @@ def export_buckets(
     source = WeightSource(models.rank_context, models.config, piece)
     with closing(stream(source, buckets)) as arriving:
         for filled in arriving:
-            bucket = _bucket(filled, layout)
+            bucket = _bucket(filled, written)
             del filled
-            yield _in_fp8(bucket, layout.scales) if layout.scales else bucket
+            yield _in_fp8(bucket, written.scales) if written.scales else bucket
             del bucket
 
 
@@ -188,9 +188,11 @@ def each_tensor(buckets: Iterator[WeightBucket]) -> Iterator[tuple[str, Tensor]]
         getattr(buckets, "close", lambda: None)()
 
 
-def _bucket(filled: FilledBucket, layout: HfLayout) -> WeightBucket:
+def _bucket(filled: FilledBucket, written: HfTensors) -> WeightBucket:
     entries = [
-        replace(entry, name=name) for entry in filled.bucket.entries for name in layout.written_as(entry.name)
+        replace(entry, name=name)
+        for entry in filled.bucket.entries
+        for name in written.written_as(entry.name)
     ]
     return WeightBucket(filled.buffer, tuple(entries))
 

@@ -3,10 +3,8 @@
 Only names, dtypes and shapes are communicated here.
 """
 
-from dataclasses import replace
-
 from mca_config.model_config import DtypeName
-from mca_models.checkpoint.hf_writer import MAX_SHARD_BYTES, HfLayout
+from mca_models.checkpoint.hf_writer import HfTensors
 from mca_models.checkpoint.placement import stored_params
 from mca_models.megatron.distributed import parallel
 from mca_models.megatron.distributed.collectives import all_gather
@@ -55,27 +53,15 @@ def split_specs(specs: ParamSpecs) -> tuple[dict[str, str], dict[str, Shape]]:
     }
 
 
-def hf_layout(
-    models: LiveModel,
-    specs: ParamSpecs,
-    dtype: DtypeName | None = None,
-    max_shard_bytes: int | None = None,
-    *,
-    fp8: bool = False,
-) -> HfLayout:
-    """Return the layout of the model's Hugging Face checkpoint.
+def hf_tensors(models: LiveModel, specs: ParamSpecs, *, fp8: bool = False) -> HfTensors:
+    """Return the tensors of the model's Hugging Face checkpoint.
 
     Args:
         models: The model.
-        specs: Specs of its parameters.
-        dtype: Dtype that it is cast to; None: not cast.
-        max_shard_bytes: Limit of one file's tensors; None: the writer's default.
+        specs: Specs of its parameters, cast if they are.
         fp8: Quantise weights of linears to fp8 blocks.
 
     Raises:
         McaError: transformers could not read this family's weights in fp8.
     """
-    config = models.config if dtype is None else replace(models.config, dtype=dtype)
-    return HfLayout(
-        model_params(models), config, *split_specs(specs), max_shard_bytes or MAX_SHARD_BYTES, fp8=fp8
-    )
+    return HfTensors(model_params(models), models.config, *split_specs(specs), fp8=fp8)

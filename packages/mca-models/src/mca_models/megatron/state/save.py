@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from mca_models.checkpoint.hf_writer import METADATA, HfLayout
+from mca_models.checkpoint.hf_writer import MAX_SHARD_BYTES, METADATA, HfLayout
 from mca_models.checkpoint.mca_directory import McaLayout, iteration_name
 from mca_models.checkpoint.placement import expert_rank, pipeline_stage
 from mca_models.checkpoint.side_files import copy_side_files
@@ -18,7 +18,7 @@ from mca_models.megatron.distributed import parallel
 from mca_models.megatron.distributed.collectives import run_on_all_ranks, run_on_first_rank, shared_directory
 from mca_models.megatron.live_model import LiveModel
 from mca_models.megatron.state.buckets import ParamSpecs, Unit, plan_buckets
-from mca_models.megatron.state.param_specs import gather_param_specs, hf_layout, model_params, split_specs
+from mca_models.megatron.state.param_specs import gather_param_specs, model_params, split_specs
 from mca_models.megatron.state.stream import FilledBucket, Piece, WeightSource, stream
 from mca_models.megatron.tensors import to_numpy
 from mca_models.storage.safetensors import FilePlan, plan_file
@@ -115,7 +115,8 @@ def save_hf(
 ) -> None:
     """Write a Hugging Face checkpoint; see ``VirtualModels.save_pretrained_as_hf``."""
     specs = gather_param_specs(models)
-    layout = hf_layout(models, specs, max_shard_bytes=max_shard_bytes)
+    limit = max_shard_bytes or MAX_SHARD_BYTES
+    layout = HfLayout(model_params(models), models.config, *split_specs(specs), limit)
     source = WeightSource(
         models.rank_context, models.config, piece or dict(models.canonical_parameters()).get
     )

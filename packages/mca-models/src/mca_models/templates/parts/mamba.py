@@ -59,13 +59,8 @@ def derive_bamba(hf: HfConfig, inside: int | None = None) -> JsonObject:
         hf: The configuration.
         inside: Channels of all heads; None: as ``mamba_expand`` says.
     """
-    heads, (least, most) = hf["mamba_n_heads"], hf.get("time_step_limit") or (0.0, math.inf)
+    heads = hf["mamba_n_heads"]
     require_groups(heads, hf["mamba_n_groups"])
-    if most not in (math.inf, {"__float__": "Infinity"}):
-        raise HfConfigError(
-            f"config.json: 'time_step_limit' ends at {most!r:.80}; supported: Infinity (steps in time have no upper "
-            "limit here)"
-        )
     channels = hf["mamba_expand"] * hf["hidden_size"] if inside is None else inside
     said = "mamba_expand times hidden_size" if inside is None else "mamba_d_ssm"
     if not isinstance(channels, int) or channels % heads:
@@ -78,7 +73,18 @@ def derive_bamba(hf: HfConfig, inside: int | None = None) -> JsonObject:
             f"config.json: 'mamba_d_head' is {hf['mamba_d_head']!r:.80}; supported: {width}, which is {said} divided "
             "by mamba_n_heads"
         )
-    return {"mamba_head_dim": width, "mamba_least_step": float(least)}
+    return {"mamba_head_dim": width, "mamba_least_step": least_step(hf)}
+
+
+def least_step(hf: HfConfig) -> float:
+    """Return the shortest time step of ``time_step_limit``, which has no upper end."""
+    least, most = hf.get("time_step_limit") or (0.0, math.inf)
+    if most not in (math.inf, {"__float__": "Infinity"}):
+        raise HfConfigError(
+            f"config.json: 'time_step_limit' ends at {most!r:.80}; supported: Infinity (steps in time have no upper "
+            "limit here)"
+        )
+    return float(least)
 
 
 def write_bamba(values: Values) -> HfConfig:

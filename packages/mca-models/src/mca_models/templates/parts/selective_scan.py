@@ -1,4 +1,4 @@
-"""Rules and costs of Mamba 1 layers (Jamba).
+"""Rules and costs of Mamba 1 layers.
 
 `mca_models.megatron.features.selective_scan` computes these layers.
 """
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from mca_config.errors import HfConfigError
 from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
-from mca_config.types import JsonObject, Values
+from mca_config.types import JsonObject
 from mca_models.templates.config_table import Field, HfConfig
 from mca_models.templates.lens import Lens
 from mca_models.templates.parts.common import attention, inner
@@ -25,27 +25,26 @@ FIELDS = (
 KIND = "selective_scan"
 
 
-def _read_sizes(hf: HfConfig) -> JsonObject:
-    rank, hidden = hf.get("mamba_dt_rank", "auto"), hf["hidden_size"]
-    if rank != "auto" and not isinstance(rank, int):
-        raise HfConfigError(f"config.json: 'mamba_dt_rank' is {rank!r}; expected a number, or 'auto'")
-    return {
-        "scan_channels": hf.get("mamba_expand", 2) * hidden,
-        "scan_step_rank": math.ceil(hidden / 16) if rank == "auto" else rank,
-    }
+def step_rank(key: str) -> Lens:
+    """Return the lens of the rank of time steps, which ``key`` holds."""
+
+    def read(hf: HfConfig) -> JsonObject:
+        rank = hf.get(key, "auto")
+        if rank != "auto" and not isinstance(rank, int):
+            raise HfConfigError(f"config.json: {key!r} is {rank!r}; expected a number, or 'auto'")
+        return {"scan_step_rank": math.ceil(hf["hidden_size"] / 16) if rank == "auto" else rank}
+
+    return Lens(read, lambda values: {key: values["scan_step_rank"]})
 
 
-def _write_sizes(values: Values) -> HfConfig:
-    expand = values["scan_channels"] // values["hidden_size"]
-    return {"mamba_expand": expand, "mamba_dt_rank": values["scan_step_rank"]}
+CHANNELS = Lens(
+    lambda hf: {"scan_channels": hf.get("mamba_expand", 2) * hf["hidden_size"]},
+    lambda values: {"mamba_expand": values["scan_channels"] // values["hidden_size"]},
+)
 
 
-SIZES = Lens(_read_sizes, _write_sizes)
-"""Channels and rank of time steps."""
-
-
-def scanned_or_attended(config: McaModelConfig) -> Iterator[Param]:
-    """Mamba 1 or attention of every decoder layer, with the norm before it."""
+def scanned(config: McaModelConfig) -> list[Param]:
+    """Return the rules of a Mamba 1 layer with the norm before it."""
     channels = given(config.selective_scan).scan_channels
     cut = {
         "in_proj.weight": fused((channels, channels)),
@@ -56,13 +55,18 @@ def scanned_or_attended(config: McaModelConfig) -> Iterator[Param]:
     }
     if not given(config.selective_scan).scan_conv_bias:
         del cut["conv1d.bias"]
-    norms = (f"{part}_layernorm.weight" for part in ("dt", "b", "c"))
-    scanned = [
+    parts = ("dt", "b", "c") if given(config.selective_scan).scan_norm == "weighted" else ()
+    norms = (f"{part}_layernorm.weight" for part in parts)
+    return [
         inner("self_attention.in_proj.layer_norm_weight", "input_layernorm.weight"),
         *(inner(f"self_attention.{name}", f"mamba.{name}", shard=shard) for name, shard in cut.items()),
         *(inner(f"self_attention.{name}", f"mamba.{name}") for name in norms),
     ]
-    kinds = {True: scanned, False: attention(config)}
+
+
+def scanned_or_attended(config: McaModelConfig) -> Iterator[Param]:
+    """Mamba 1 or attention of every decoder layer, with the norm before it."""
+    kinds = {True: scanned(config), False: attention(config)}
     for layer in range(config.num_layers):
         yield from expand_rules(kinds[config.is_scan_layer(layer)], layers=[layer])
 
@@ -72,11 +76,12 @@ def _saved_tensors(config: McaModelConfig, sizes: LayerSizes) -> list[SavedTenso
     own, tokens, width = given(config.selective_scan), sizes.tokens, sizes.width
     channels = own.scan_channels / sizes.layout.tp
     shared = own.scan_step_rank + 2 * own.scan_state_dim
+    norms = 0 if own.scan_norm == "none" else 2 * (SINGLE + width)
     net = "mca_models/megatron/features/selective_scan.py: _sequence"
     scan = "mca_models/megatron/features/selective_scan.py: selective_scan"
     return [
         SavedTensor("convolution: padded, its output, and activated", 3 * tokens * channels * width, net),
-        SavedTensor("norms of steps, B and C", tokens * shared * 2 * (SINGLE + width), net),
+        SavedTensor("norms of steps, B and C", tokens * shared * norms, net),
         SavedTensor("gate, in fp32 and activated", tokens * channels * 2 * SINGLE, net),
         SavedTensor("output, and gated", tokens * channels * (SINGLE + width), net),
         SavedTensor("steps, before and after softplus", tokens * channels * 2 * SINGLE, scan),

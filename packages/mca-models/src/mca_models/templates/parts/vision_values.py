@@ -70,6 +70,16 @@ class VisionValues:
         )
         return (value,) if isinstance(value, int) else tuple(value)
 
+    def kinds(self, key: str, default: Sequence[str], *known: str) -> tuple[str, ...]:
+        """Return the kind of each layer, of those that are ``known``; of as many layers as ``default`` has."""
+
+        def fits(value: Typed) -> bool:
+            listed = isinstance(value, list | tuple) and len(value) == len(default)
+            return value is None or (listed and all(each in known for each in value))
+
+        wanted = f"a list of {len(default)} words, each {' or '.join(map(repr, known))}"
+        return tuple(self._value(key, default, fits, wanted) or default)
+
     def choice(self, key: str, *known: str) -> str:
         """One of the words that are ``known``, of which the first is the default."""
         return str(self._value(key, known[0], lambda value: value in known, " or ".join(map(repr, known))))

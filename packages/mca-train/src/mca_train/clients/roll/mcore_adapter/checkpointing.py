@@ -25,6 +25,9 @@ def generate_model_state_dict(model: Chunk, ckpt_format: str = "mca") -> dict[st
 
 
 def load_state_dict_from_checkpoint(checkpoint_dir: str) -> Path | None:
-    """Return the model's directory in a checkpoint, which ``VirtualModels.load_state_dict`` reads; None: absent."""
-    folder = Path(checkpoint_dir) / MODEL_FOLDER
-    return folder if folder.is_dir() else None
+    """Return the directory of the model or adapter in a checkpoint; None: absent.
+
+    ``VirtualModels.load_state_dict`` reads it.
+    """
+    folders = (Path(checkpoint_dir) / MODEL_FOLDER, Path(checkpoint_dir) / "default" / MODEL_FOLDER)
+    return next((folder for folder in folders if folder.is_dir()), None)

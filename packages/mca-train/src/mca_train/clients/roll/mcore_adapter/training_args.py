@@ -6,7 +6,6 @@ from mca_config.errors import McaError
 from mca_train.clients.mcore_adapter.mcore_adapter import training_args
 
 _OFF = (
-    "moe_enable_routing_replay",
     "compile_warmup",
     "overlap_param_gather",
     "optimizer_cpu_offload",
@@ -22,7 +21,9 @@ class TrainingArguments(training_args.TrainingArguments):
     )
     delay_grad_reduce: bool = field(default=True, metadata={"help": "Overlap reductions of all stages."})
     compile_warmup: bool = field(default=False, metadata={"help": "Must be false."})
-    moe_enable_routing_replay: bool = field(default=False, metadata={"help": "Must be false."})
+    moe_enable_routing_replay: bool = field(
+        default=False, metadata={"help": "Set by ROLL for router_replay.mode R3."}
+    )
 
     def __post_init__(self) -> None:
         self.require_supported()

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import mca_models
 
 from .model_factory import VirtualModels
+from .router_replay import enable_router_replay
 
 if TYPE_CHECKING:
     from mca_train.clients.roll.mcore_adapter.training_args import TrainingArguments
@@ -18,4 +19,7 @@ class AutoModel:
     def from_pretrained(path: str | Path, args: "TrainingArguments") -> VirtualModels:
         """Return the model of a Hugging Face, MCA or Megatron directory; collective."""
         args.require_supported()
-        return VirtualModels(mca_models.AutoModel.from_pretrained(path, args))
+        models = VirtualModels(mca_models.AutoModel.from_pretrained(path, args), args.seed)
+        if args.moe_enable_routing_replay:
+            enable_router_replay(models.model)
+        return models

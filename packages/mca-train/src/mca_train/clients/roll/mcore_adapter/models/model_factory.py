@@ -11,13 +11,22 @@ from torch import Tensor
 import mca_models
 from mca_config.types import JsonObject
 from mca_models.megatron.distributed import parallel
+from mca_models.megatron.features.vision_tower import model_parts
 from mca_models.megatron.layers.zigzag import take_rank_tokens
+from mca_models.megatron.peft import PeftModels
 from mca_models.megatron.virtual_models import CheckpointFormat
 from mca_train.checkpoint.model import load_weights
+from mca_train.clients.chunk_lora import attach
 from mca_train.clients.external_loop import MODEL_FOLDER, require_plain_loop, save_among
 from mca_train.types import Chunk, Upstream
 
+from .media_inputs import UNCUT, MediaInputs
+
 __all__ = ["McaGPTModel", "VirtualModels"]
+
+
+def _do_nothing(*_: object) -> None:
+    """Take the place of a method that ROLL calls and mca does not need."""
 
 
 class VirtualModels:
@@ -27,19 +36,39 @@ class VirtualModels:
 
     Args:
         model: mca's model.
+        seed: Seed of a new adapter's values.
     """
 
-    def __init__(self, model: mca_models.VirtualModels) -> None:
-        require_plain_loop(model)
-        self.model = model
+    def __init__(self, model: mca_models.VirtualModels, seed: int) -> None:
+        require_plain_loop(model, media=True)
+        self.model, self._seed = model, seed
+        if model.config.vision is not None:
+            model.train_parts(model_parts(model.config))  # ROLL freezes by freeze_module_prefix
         self.models: list[Chunk] = [*model.chunks]
         config: Upstream = model.megatron
         config.calculate_per_token_loss = False  # ROLL's losses are means
         config.hf_model_type, config.mca_models = model.config.model_type, model
         self.config = config
         for chunk in self.models:
+            if model.config.vision is not None:
+                MediaInputs(chunk, model.config)
             chunk.get_batch_on_this_cp_rank = self.get_batch_on_this_cp_rank
             chunk.save_pretrained = self.save_pretrained
+            chunk.attach_lora, chunk.mca_config = self.attach_lora, model.config
+            chunk.enable_input_require_grads = _do_nothing  # a model with an adapter does it
+
+    def attach_lora(self, config: Upstream) -> PeftModels:
+        """Attach a new adapter, by which saving, loading and sending act on the adapter alone; return it.
+
+        Args:
+            config: ``peft.LoraConfig``.
+        """
+        adapted = attach(self.model, config, self._seed)
+        self.model = self.config.mca_models = adapted
+        self.config.save_pretrained = (
+            _do_nothing  # ROLL writes it among adapters, which are of one base model
+        )
+        return adapted
 
     def get_models(self) -> list[Chunk]:
         """Return the chunks, or their wrappers."""
@@ -75,15 +104,17 @@ class VirtualModels:
     def get_batch_on_this_cp_rank(
         self, batch: dict[str, Tensor], dim3_keys: tuple[str, ...] | list[str] = ("attention_mask",)
     ) -> dict[str, Tensor]:
-        """Return this context-parallel rank's tokens of each tensor.
+        """Return this context-parallel rank's tokens of each tensor; inputs of a model with images stay whole.
 
         Args:
             batch: Tensors ``[b, s, ...]``.
             dim3_keys: Tensors ``[b, 1, s, ...]``.
         """
-        group = parallel.context_group()
+        group, whole = parallel.context_group(), UNCUT if self.model.config.vision is not None else ()
         return {
-            name: take_rank_tokens(x, 2 if name in dim3_keys else 1, group.rank(), group.size())
+            name: x
+            if name in whole
+            else take_rank_tokens(x, 2 if name in dim3_keys else 1, group.rank(), group.size())
             for name, x in batch.items()
         }
 

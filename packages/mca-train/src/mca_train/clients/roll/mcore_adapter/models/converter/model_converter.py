@@ -6,8 +6,11 @@ from torch import Tensor
 
 import mca_models
 from mca_config.errors import McaError
+from mca_models.lora.per_expert import ExpertFactors
+from mca_models.megatron.peft import PeftModels
 from mca_models.templates import get_family
 from mca_models.weights import Param
+from mca_train.clients.chunk_lora import FACTORS
 from mca_train.types import Upstream
 
 
@@ -25,6 +28,8 @@ class DistConverter:
 
     def preprocess_layer_index(self, name: str, vp_stage: int) -> str:
         """Return the canonical name, with global layer and expert, of ``name`` in the chunk ``vp_stage``."""
+        if name.startswith(FACTORS):
+            return name.removeprefix(FACTORS)
         if name not in self._live[vp_stage]:
             raise McaError(f"{name}: chunk {vp_stage} of this rank has no such parameter in a checkpoint")
         return self._live[vp_stage][name].mca_name()
@@ -55,6 +60,7 @@ class ModelConverter:
         models: mca_models.VirtualModels = mca_config.mca_models
         config, family = models.config, get_family(models.config.model_type)
         self._params = {param.mca_name(): param for param in family.params(config)}
+        self._factors: ExpertFactors | None = None
         if any(param.stacked for param in self._params.values()):
             raise McaError(
                 f"{config.model_type}: its Hugging Face tensors hold all experts of a layer, which ROLL's weight "
@@ -64,6 +70,9 @@ class ModelConverter:
             raise McaError(
                 "ModelConverter(to_hf=False) is not supported; load with AutoModel.from_pretrained"
             )
+        if isinstance(models, PeftModels):
+            self._params |= {param.mca_name(): param for param in models.rules.params}
+            self._factors = ExpertFactors(models.rules, config)
         twins = family.duplicated_hf_tensors(config)
         self._twins = {twin: twins[twin] for twin in config.extra.get("hf_duplicates", ()) if twin in twins}
         self._vocab_size = config.vocab_size
@@ -74,6 +83,7 @@ class ModelConverter:
         mca_state_dict: Mapping[str, Sequence[Tensor]],
         vp_stage: int = 0,
         layer_index_preprocessed: bool = False,
+        lora_rank: int = 0,
     ) -> dict[str, Tensor]:
         """Return Hugging Face names and tensors.
 
@@ -81,6 +91,7 @@ class ModelConverter:
             mca_state_dict: Names with the shards of all (expert-)tensor-parallel ranks, in rank order.
             vp_stage: The chunk of live names.
             layer_index_preprocessed: Names are those of ``preprocess_layer_index``.
+            lora_rank: Ignored: factors of an adapter are converted by their names.
         """
         found: dict[str, Tensor] = {}
         for name, shards in mca_state_dict.items():
@@ -90,6 +101,9 @@ class ModelConverter:
             if param.alias_of is not None:
                 continue  # a tied head is the embedding, which is sent under its names
             full: Tensor = param.shard.join(list(shards))
+            if self._factors is not None and name in self._factors.names:
+                found |= self._factors.split(name, full)
+                continue
             tensors = param.from_full(full[: self._vocab_size] if param.vocab else full)
             found |= dict(zip(param.hf_names(), tensors, strict=True))
         return found | {twin: found[name] for twin, name in self._twins.items() if name in found}
