@@ -11,7 +11,6 @@ of experts (``--experts``), and for a `weight_sender`: the first send, without a
 """
 
 import argparse
-import shutil
 import statistics
 import sys
 import tempfile
@@ -99,6 +98,21 @@ def forms(document: dict[str, Any], layout: str) -> dict[str, tuple[int, int]]:
     return found
 
 
+def print_times(document: dict[str, Any], layout: str, rounds: int, parent: Path) -> None:
+    """Time the turns and print the medians."""
+    from harness import run_ranks
+    from layouts import world_size
+
+    with tempfile.TemporaryDirectory(dir=parent) as folder:
+        found = run_ranks(world_size(layout), measure, document, layout, rounds, Path(folder), timeout=900)
+        nbytes = sum(file.stat().st_size for file in (Path(folder) / "saved").glob("*.safetensors"))
+    medians = {name: max(statistics.median(rank[name]) for rank in found) for name in found[0]}
+    print(f"{nbytes / 2**20:.0f} MiB on {layout}, medians of {rounds} turns")
+    for name, seconds in medians.items():
+        ratio = seconds / medians["saving"]
+        print(f"{name:14} {seconds:6.3f} s  {nbytes / seconds / 2**30:5.2f} GiB/s  {ratio:.2f} of saving")
+
+
 def main() -> None:
     """Run all turns and print the figures."""
     parser = argparse.ArgumentParser(
@@ -108,7 +122,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--experts", type=int, default=0, help="stacked experts of a layer; 0: a dense model")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="timed turns; 0: only bytes and memory")
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"))
     args = parser.parse_args()
     from harness import run_ranks
@@ -139,18 +153,10 @@ def main() -> None:
             "layer_types": ["full_attention"] * args.layers,
             "rope_scaling": None,
         }
-    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        size = world_size(args.layout)
-        found = run_ranks(size, measure, document, args.layout, args.rounds, Path(folder), timeout=900)
-        nbytes = sum(file.stat().st_size for file in (Path(folder) / "saved").glob("*.safetensors"))
-        shutil.rmtree(Path(folder) / "saved")
-        sends = run_ranks(size, forms, document, args.layout, timeout=900)[-1]
-    medians = {name: max(statistics.median(rank[name]) for rank in found) for name in found[0]}
-    print(f"{nbytes / 2**20:.0f} MiB on {args.layout}, medians of {args.rounds} turns")
-    for name, seconds in medians.items():
-        ratio = seconds / medians["saving"]
-        print(f"{name:14} {seconds:6.3f} s  {nbytes / seconds / 2**30:5.2f} GiB/s  {ratio:.2f} of saving")
-
+    size = world_size(args.layout)
+    if args.rounds:
+        print_times(document, args.layout, args.rounds, args.folder)
+    sends = run_ranks(size, forms, document, args.layout, timeout=900)[-1]
     for name, (handed, most) in sends.items():
         print(
             f"{name:18} {handed / 2**20:7.0f} MiB handed out, peak {most / 2**20:6.0f} MiB beyond the model"

@@ -32,6 +32,7 @@ from roll_runs import (
     train_strategy,
     worker_of_roll,
 )
+from vision_reference import vision_model
 
 needs_roll = pytest.mark.skipif(CHECKOUT is None, reason="needs MCA_ROLL, a checkout of ROLL")
 pytestmark = pytest.mark.ranks
@@ -139,7 +140,7 @@ def test_log_probs_of_a_sharded_vocabulary_equal_torch():
         torch.testing.assert_close(gradient, wanted_gradient)
 
 
-def rejections(path: Path, fused: Path, routed: Path, out: Path) -> list[str]:
+def rejections(path: Path, fused: Path, routed: Path, seeing: Path, out: Path) -> list[str]:
     """Return the error of each use that the facade does not support."""
     names = facade()
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
@@ -154,6 +155,7 @@ def rejections(path: Path, fused: Path, routed: Path, out: Path) -> list[str]:
         lambda: models[0].attach_lora(LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])),
         lambda: names.AutoModel.from_pretrained(path, arguments(names, out, moe_enable_routing_replay=True)),
         lambda: RouterReplay.set_global_router_replay_action(RouterReplayAction.RECORD),
+        lambda: names.AutoModel.from_pretrained(seeing, args),
         lambda: names.ModelConverter(models.config),
         lambda: names.ModelConverter(stacked.config, to_hf=True),
         lambda: names.ModelConverter(models.config, to_hf=True).dist_converter.preprocess_layer_index("x", 0),
@@ -170,13 +172,15 @@ def rejections(path: Path, fused: Path, routed: Path, out: Path) -> list[str]:
 
 def test_what_does_not_map_is_an_error(tmp_path):
     path, fused = tiny_hf.save("llama", tmp_path / "a"), tiny_hf.save("gpt_oss", tmp_path / "b")
+    vision_model("llava").save_pretrained(tmp_path / "d")
     routed = tiny_hf.save("qwen3_moe", tmp_path / "c")
-    (messages,) = run_ranks(1, rejections, path, fused, routed, tmp_path / "out")
+    (messages,) = run_ranks(1, rejections, path, fused, routed, tmp_path / "d", tmp_path / "out")
     expected = (
         "lora_target: all-embedding",
         "additional_target: lm_head",
         "router_replay.mode: R3 needs a model with experts",
         "router_replay.mode: R2",
+        "images of llava are not supported with ROLL",
         "to_hf=False",
         "all experts",
         "x: chunk 0",

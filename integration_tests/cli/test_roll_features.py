@@ -18,6 +18,7 @@ from harness import run_ranks
 from mca_models import AutoConfig
 from mca_models.megatron.features.router_replay import RoutedExperts
 from roll_runs import CHECKOUT, LENGTH, ROWS, batch_of, reference_losses, train_steps, train_strategy
+from vision_reference import logits_of, rows_of, vision_model
 
 pytestmark = [
     pytest.mark.ranks,
@@ -212,3 +213,67 @@ def test_lora_has_the_losses_of_peft(layout, checkpoint, tmp_path):
     assert (after - before).abs().max() > 1e-3
     for again in run_ranks(2, continue_adapter, path, tmp_path / "out", options, timeout=900):
         assert all(again[name].equal(found[0]["exported"][name]) for name in again)
+
+
+def image_batch(case: str, step: int) -> dict[str, Any]:
+    """Return a batch whose rows have images or none, as ROLL's collator does."""
+    import numpy as np
+
+    ids, _, images = rows_of(case)
+    drawn = torch.Generator().manual_seed(step)
+    words = torch.randint(1, 60, ids.shape, generator=drawn)
+    ids = torch.where(ids < 64, words, ids)  # the placeholders stay
+    mask = torch.ones_like(ids)
+    padding = (0, LENGTH - ids.shape[1])
+    response = mask.clone()
+    response[:, :6] = 0
+    media = np.empty(len(ids), dtype=object)
+    media[:] = [dict(each) for each in images]
+    batch = {"input_ids": ids, "attention_mask": mask, "response_mask": response}
+    padded: dict[str, Any] = {name: torch.nn.functional.pad(x, padding) for name, x in batch.items()}
+    return padded | {"multi_modal_inputs": media}
+
+
+def image_logits(model: Any, micro: dict[str, Any]) -> torch.Tensor:
+    """Return the logits of transformers, whose rows are not padded: attention is causal."""
+    length = int(micro["attention_mask"].sum(1)[0])
+    ids = micro["input_ids"][:, :length]
+    logits = logits_of(model, ids, tuple(micro["multi_modal_inputs"]))
+    return torch.nn.functional.pad(logits, (0, 0, 0, LENGTH - length))
+
+
+WITH_IMAGES = {
+    "dp1": ("qwen2_5_vl", {}),
+    "tp2": ("qwen2_5_vl", {TP: 2, SP: True}),
+    "cp2": ("qwen2_5_vl", {CP: 2}),
+    "pp2": ("qwen3_vl", {PP: 2}),
+}
+
+
+def train_on_images(path: Path, out: Path, options: dict[str, Any], batches: Any) -> Any:
+    """Return the losses of ROLL's strategy, and the tensors that differ between its stream and the exported ones."""
+    strategy = train_strategy(path, out, options)
+    losses = train_steps(strategy, range(3), batches=batches)
+    sent, exported = sent_by_roll(strategy.models_unwrapped), dict(strategy.model.model.export_weights())
+    assert sent.keys() == exported.keys()
+    assert all(sent[name].equal(exported[name]) for name in sent)
+    return losses if strategy.worker.rank_info.is_pipeline_last_stage else None
+
+
+@pytest.mark.parametrize("layout", WITH_IMAGES)
+def test_images_have_the_losses_of_transformers(layout, tmp_path, monkeypatch):
+    from tokenizers_for_tests import byte_tokenizer
+
+    monkeypatch.chdir(tmp_path)
+    case, options = WITH_IMAGES[layout]
+    path = tmp_path / "model"
+    vision_model(case).save_pretrained(path)
+    byte_tokenizer().save_pretrained(path)
+    model = transformers.AutoModelForMultimodalLM.from_pretrained(path, attn_implementation="eager")
+    batches = partial(image_batch, case)
+    wanted = reference_losses(model, batches=batches, logits_of=image_logits)
+    ranks = 1 if layout == "dp1" else 2
+    found = run_ranks(ranks, train_on_images, path, tmp_path / "out", options, batches, timeout=900)
+    assert any(found)
+    for losses in filter(None, found):
+        assert losses == pytest.approx(wanted, rel=1e-5)  # the tolerance of losses between layouts

@@ -21,6 +21,7 @@ SETTINGS = {
     "gemma4-31b": {"attention_backend": "local"},  # its images attend in both directions
     "gemma4-e2b-cp2packed": {"cp_comm_type": "a2a"},  # ring attention has no sliding window
     "cohere2_vision-cp2packed": {"cp_comm_type": "a2a"},
+    "lfm3_vl-cp2packed": {"cp_comm_type": "a2a"},
 }
 """Settings that a model or a case needs."""
 

@@ -198,6 +198,15 @@ def told_in_python(checkpoint: Path, output: Path) -> list[str]:
     class OnLogits(McaTrainer):
         wants_logits = True
 
+    shown: list[object] = []
+
+    class Begin(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, *_: Any, train_dataloader: Any = None, **__: Any) -> None:
+            shown.append(train_dataloader)
+
+    changed = arguments(output)
+    built_before = AutoModel.from_pretrained(checkpoint, changed)
+    changed.hidden_dropout, changed.bf16 = 0.5, True
     theirs = transformers.TrainingArguments(output_dir=str(output), use_cpu=True)
     unfinished = arguments(output, lr_scheduler_type="warmup_stable_decay")
     packing = arguments(output, sequence_packing=True)
@@ -219,24 +228,47 @@ def told_in_python(checkpoint: Path, output: Path) -> list[str]:
     quietly(lambda: McaTrainer(**(good | {"args": arguments(output, **alike)})))
     wrong = [
         lambda: McaTrainer(**(good | {"args": arguments(output, **another)})),
+        lambda: McaTrainer(**(good | {"args": changed, "model": built_before})),
         lambda: McaTrainer(**(good | {"model": torch.nn.Linear(1, 1)})),
         lambda: McaTrainer(**(good | {"args": theirs})),
         lambda: McaTrainer(**(good | {"args": unfinished})),
         lambda: McaTrainer(**good).predict(samples(2)),
         lambda: OneNumber(**good).train(),
         lambda: McaTrainer(**(good | {"train_dataset": [{"text": "a"}] * 8})).train(),
-        lambda: McaTrainer(**good, data_collator=lambda rows: {"input_ids": [[1]]}).train(),
+        lambda: McaTrainer(
+            **good, data_collator=lambda rows: {"input_ids": [[1]]}, callbacks=[Begin()]
+        ).train(),
         lambda: McaTrainer(**(good | {"args": packing}), data_collator=lambda rows: {}),
         lambda: OnLogits(**(good | {"args": smoothed})),
     ]
     failing = quietly(lambda: OneNumber(**good, eval_dataset={"some": samples(2)}))
+    attributes = {
+        "compute_metrics": print,
+        "compute_loss_func": print,
+        "data_collator": lambda rows: {"input_ids": [[1]]},
+        "optimizer": torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]),
+        "lr_scheduler": object(),
+    }
+
+    def set_since(**values: Any) -> Any:
+        trainer = McaTrainer(**good)
+        vars(trainer).update(values)
+        return trainer
+
     signals = failing.metrics
     wrong += [lambda: failing.evaluate(samples(2)), lambda: failing.evaluate("other")]
+    wrong += [set_since(**{name: value}).train for name, value in attributes.items()]
+    wrong += [
+        lambda: set_since(compute_metrics=print).evaluate(samples(2)),
+        McaTrainer(**good).create_optimizer,
+    ]
+    wrong += [lambda: McaTrainer(**good).create_optimizer_and_scheduler(3)]
     reported = []
     for call in wrong:
         with pytest.raises(McaError) as error:
             quietly(call)
         reported.append(str(error.value))
+    assert [type(loader).__name__ for loader in shown] == ["DataLoader"]
     assert failing.metrics is signals  # training's go on after an evaluation that failed
     return reported
 
@@ -246,6 +278,7 @@ def test_what_python_gives_wrongly_is_one_line(checkpoint, tmp_path):
     expected = [
         "args differ from those that the model was built with: context_parallel_size 2 (the model has 1), bf16 True "
         "(the model has float32), hidden_dropout 0.5 (the model has 0.0), recompute_granularity full (the model has No",
+        "bf16 True (the model has float32), hidden_dropout 0.5 (the model has 0.0); pass the same args",
         "model is a Linear; expected what mca_models.AutoModel.from_pretrained returns",
         "expected mca_config.TrainingArguments",
         "warmup_stable_decay with lr_scheduler_kwargs {}: ",
@@ -257,6 +290,15 @@ def test_what_python_gives_wrongly_is_one_line(checkpoint, tmp_path):
         "label_smoothing_factor is not supported with wants_logits; remove it",
         "OneNumber.compute_loss returned tensor(",
         "eval_dataset has no dataset 'other'; it has: some",
+        "compute_metrics was set on the trainer, which has no effect (evaluation computes the loss only; ov",
+        "compute_loss_func was set on the trainer, which has no effect (override compute_loss); remove it",
+        "data_collator made no tensor 'input_ids'",
+        *[
+            "optimizer or lr_scheduler was set on the trainer, which has no effect (the optimizer is Megatron's"
+        ]
+        * 2,
+        "compute_metrics was set on the trainer",
+        *["McaTrainer.create_optimizer is not supported; the optimizer is Megatron's: set optimizer"] * 2,
     ]
     for message, part in zip(reported, expected, strict=True):
         assert part in message, message

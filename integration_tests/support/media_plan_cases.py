@@ -54,6 +54,17 @@ MODELS: dict[str, Values] = {
         | {"block_auto_adjust_ff_dim": False, "tie_word_embeddings": True},
         "vision_config": TOWER | {"model_type": "siglip2_vision_model", "patch_size": 16, "num_patches": 256},
     },
+    "convolutions": {
+        "model_type": "lfm3_vl",
+        "image_token_id": 31990,
+        "video_token_id": 31991,
+        "vision_start_token_id": 31992,
+        "vision_end_token_id": 31993,
+        "projector_hidden_size": 1024,
+        "text_config": {key: value for key, value in BASE.items() if key != "rope_theta"}
+        | {"model_type": "lfm3", "tie_word_embeddings": True},
+        "vision_config": TOWER | {"model_type": "lfm3_vl_vision", "num_key_value_heads": 4, "patch_size": 16},
+    },
     "visual words": {
         "model_type": "ovis2",
         "image_token_id": 31990,
@@ -90,10 +101,11 @@ MODELS: dict[str, Values] = {
 REQUESTS: dict[str, tuple[str, Values, Values]] = {
     **{
         name: (name, {"count": 2}, {"freeze": []})
-        for name in ("row and column tiles", "thumbnails", "visual words", "lone tiles")
+        for name in ("row and column tiles", "thumbnails", "convolutions", "visual words", "lone tiles")
     },
     "joined tiles": ("joined tiles", {"count": 1, "pixels": 500}, {"freeze": []}),
     "joined tiles frozen": ("joined tiles", {"count": 1, "pixels": 500}, {}),
+    "convolutions frozen": ("convolutions", {"count": 2}, {}),
     "visual words frozen": ("visual words", {"count": 2}, {}),
     **{
         f"{name} of videos": (name, {"videos": 2, "frames": 6}, {"freeze": []})

@@ -48,3 +48,10 @@ def test_plans_print_as_tables() -> None:
     )
     assert str(plan).splitlines() == ["pp 0  embedding", "pp 1  (empty)", "pp 2  layers 0-1, loss"]
     assert issubclass(McaError, ValueError)
+
+
+def test_cells_of_tables_show_their_text_as_it_is():
+    """Asterisks of a layout string, ``Et*3|t*4``, once became emphasis on the page."""
+    assert reference.cell("Et*3|t*4, <none>") == r"Et\*3\|t\*4, &lt;none>"
+    plain = re.sub(r"```.*?```|`[^`\n]*`|\*\*", "", TEXT, flags=re.DOTALL)
+    assert not re.search(r"(?<!\\)\*", plain)

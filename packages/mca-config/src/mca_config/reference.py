@@ -42,6 +42,11 @@ def update_files(tables: Tables) -> None:
         path.write_text(update_document(path.read_text(encoding="utf-8"), tables), encoding="utf-8")
 
 
+def cell(text: str) -> str:
+    """Return ``text`` for a Markdown table, with bars, tags and asterisks escaped."""
+    return text.replace("|", r"\|").replace("<", "&lt;").replace("*", r"\*")
+
+
 def argument_table(cls: type) -> str:
     """Return a Markdown table of the arguments that ``cls`` itself declares."""
     hints = get_type_hints(cls)
@@ -50,7 +55,7 @@ def argument_table(cls: type) -> str:
     for name in cls.__annotations__:
         default = fields[name].default
         shown = "" if default is None else f"`{str(default).lower()}`"
-        text = fields[name].metadata["help"].replace("|", r"\|")
+        text = cell(fields[name].metadata["help"])
         lines.append(f"| `{name}` | {_kind(hints[name])} | {shown} | {text} |")
     return "\n".join(lines)
 

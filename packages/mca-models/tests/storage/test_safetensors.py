@@ -103,6 +103,13 @@ def test_writing_beyond_a_tensor_is_refused(tmp_path: Path) -> None:
         writer.write("x", b"x" * 9)
 
 
+@pytest.mark.parametrize("length", [1, 4000, 4030, 4096, 9000])
+def test_the_first_tensor_begins_on_a_page_and_no_page_is_empty(length: int, tmp_path: Path) -> None:
+    plan = plan_file(tmp_path / "x.safetensors", [("x" * length, "U8", (8,))])
+    assert len(plan.header) % 4096 == 0 and len(plan.header) == plan.tensors["x" * length].offset
+    assert len(plan.header) - len(plan.header.rstrip(b" ")) < 4096
+
+
 def test_one_name_twice_is_refused(tmp_path: Path) -> None:
     with pytest.raises(McaError, match="written twice"):
         plan_file(tmp_path / "x", [("x", "U8", (8,)), ("x", "U8", (8,))])

@@ -305,3 +305,72 @@ def test_numbers_of_tokens_stand_beside_the_token_before(packed: bool, size: int
         assert torch.equal(found[targets], batch.labels[targets] + 0.5)
         with pytest.raises(McaError, match="fewer than 10 numbers, 9 of which are per token"):
             batch.next_values(1, 9)
+
+
+IDS = {"input_ids": [1, 2, 3]}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("sample", "message"),
+    [
+        (IDS | {"labels": [-1, 2, 3]}, "has label -1; expected 0 to 9, .* or -100"),
+        (IDS | {"labels": [1, 2, 10]}, "has label 10; expected 0 to 9"),
+        ({"input_ids": [1, 10, 3], "labels": [-100] * 3}, "has token 10; expected 0 to 9"),
+        ({"input_ids": [1, -100, 3]}, "has token -100; expected 0 to 9"),
+        (IDS | {"labels": [0.7, 2, 3]}, "labels of type torch.float32; expected integers"),
+        (IDS | {"labels": [True, False, True]}, "labels of type torch.bool; expected integers"),
+        (IDS | {"labels": [1, 2]}, "3 tokens and 2 labels"),
+        (IDS | {"labels": [1, 2, 3, 4]}, "3 tokens and 4 labels"),
+        (IDS | {"labels": 1}, "labels of shape .*; expected one dimension"),
+        ({"input_ids": torch.tensor([[1, 2, 3]])}, r"input_ids of shape \[1, 3\]; expected one dimension"),
+    ],
+)
+def test_tokens_and_labels_of_no_vocabulary_or_other_lengths_are_errors(sample, message, packed):
+    step = collator(vocab_size=10, packed=packed)
+    kept = IDS | {"labels": [-100, 0, 9]}
+    assert step([(kept, True), ({"input_ids": []}, True), (kept, False)]).num_tokens == 3
+    with pytest.raises(McaError, match=message):
+        step([(kept, True), (sample, True)])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_padding_may_be_a_token_that_the_model_does_not_have(packed):
+    padded = {"input_ids": [1, 2, 10], "attention_mask": [1, 1, 0], "labels": [1, 2, -100]}
+    made = StepCollator(
+        collate=PadCollator(10), micro_batch_size=2, packed=packed, multiple=8, pad_token_id=10, vocab_size=10
+    )
+    assert made([(padded, True), ({"input_ids": [1, 2, 3, 4]}, True)]).num_tokens == 6
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"labels": torch.tensor([[2], [2]])}, r"labels of shape \[2, 1\] for input_ids of \[2, 2\]"),
+        ({"labels": torch.ones(2, 2)}, "made labels of type torch.float32"),
+        ({"input_ids": torch.ones(2, 2)}, "made input_ids of type torch.float32"),
+        ({"labels": torch.tensor([[1, 2], [3, 10]])}, "label 10; expected 0 to 9"),
+        ({"input_ids": torch.tensor([[1, 2], [3, 10]])}, "token 10; expected 0 to 9"),
+    ],
+)
+def test_rows_of_a_collator_are_checked_like_samples(changes, message):
+    ids = torch.tensor([[1, 2], [3, 4]])
+    whole = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+    for rows in (whole, whole | changes):
+        step = StepCollator(collate=lambda samples, rows=rows: rows, micro_batch_size=2, vocab_size=10)
+        if rows is whole:
+            assert step(CountedSamples(dataset()).__getitems__([0, 2])).num_tokens == 4
+    with pytest.raises(McaError, match=message):
+        step(CountedSamples(dataset()).__getitems__([0, 2]))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("value", [-100.0, -1.0, 3.0, 1.7, float("nan")])
+def test_a_class_that_the_head_does_not_have_is_an_error(value, packed):
+    step = collator(num_classes=3, packed=packed)
+    kept = [(IDS | {"values": [float(number)]}, True) for number in range(3)]
+    assert step(kept).num_samples == 3
+    with pytest.raises(
+        McaError, match=f"has class {value:g} in 'values'; expected a whole number from 0 to 2"
+    ):
+        step([*kept, (IDS | {"values": [value]}, True)])

@@ -1,5 +1,6 @@
 """Scales of delayed fp8, without Transformer Engine: stand-ins for its modules."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,3 +67,18 @@ def test_a_module_takes_scales_of_as_many_products(gemms: int) -> None:
         assert module.fp8_meta["num_gemms"] == 2
         assert module.fp8_meta["scaling_bwd"].scale.tolist() == [0, 1, 2, 3, 4, 5]
         assert module.fp8_meta["scaling_fwd"].amax_history[:, 0].tolist() == [1, 1, 0, 0]
+
+
+def test_modules_without_saved_scales_start_over_and_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(fp8_scales, "_delayed_recipe", lambda chunks: "delayed")
+    chunk: Any = torch.nn.Module()
+    chunk.first, chunk.second = Fp8("scaling_fwd"), Fp8("scaling_fwd")
+    fp8_scales.load(tmp_path, [chunk])
+    assert f"{tmp_path}: holds no fp8 scales of 2 modules (first, ...), which start over" in caplog.text
+    assert chunk.first.fp8_meta["scaling_fwd"].scale.tolist() == [2.0] * 3
+    monkeypatch.setattr(fp8_scales, "_delayed_recipe", lambda chunks: None)
+    caplog.clear()
+    fp8_scales.load(tmp_path, [chunk])
+    assert not caplog.records

@@ -78,3 +78,8 @@ def test_sums_of_a_version_that_did_not_name_them_are_taken_up() -> None:
     found = with_metrics(("accuracy",))
     found.restore(LoopState(meters={"signals": [[3.0, 4.0]]}))
     assert found.metrics._steps.before.tolist() == [[3.0, 4.0]]
+
+
+@pytest.mark.parametrize(("loss", "steps", "mean"), [(3.0, 1, 3.0), (3.0, 2, 1.5), (0.0, 0, 0.0)])
+def test_the_mean_loss_is_over_all_steps(loss: float, steps: int, mean: float) -> None:
+    assert Totals(loss=loss, steps=steps).mean_loss == mean

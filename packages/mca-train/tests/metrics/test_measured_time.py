@@ -1,6 +1,7 @@
 """Seconds between logs, with a clock that the test sets."""
 
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from mca_train import groups
+from mca_train.engine.stopwatch import Stopwatch
 from mca_train.metrics import stragglers, throughput
 from mca_train.metrics.meter import LossMeter
 from mca_train.metrics.stragglers import Stragglers
@@ -42,6 +44,21 @@ def test_a_log_has_the_seconds_since_the_last_one_without_pauses(clock: Clock) -
     meter.restore({"steps": [], "seconds": 5.0})
     clock.now += 1
     assert meter.flush().seconds == 6
+
+
+@pytest.mark.parametrize(("losses", "mean"), [([], 0.0), ([3.0], 3.0), ([3.0, 6.0], 4.5)])
+def test_the_loss_of_a_log_is_the_mean_of_its_steps(losses: list[float], mean: float, clock: Clock) -> None:
+    assert replace(LossMeter(0).flush(), losses=losses).mean == mean
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_seconds_on_the_host_are_those_of_a_step(steps: int, clock: Clock) -> None:
+    watch = Stopwatch(torch.device("cpu"))
+    for _ in range(steps):
+        watch.begin_step()
+        with watch.running():
+            clock.now += 3
+    assert watch.read(steps) == 3
 
 
 def test_a_rank_counts_the_seconds_that_it_waits_for_batches(

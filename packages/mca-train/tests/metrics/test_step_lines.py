@@ -50,6 +50,16 @@ def test_durations_are_as_people_say_them(seconds, reported):
     assert duration(seconds) == reported
 
 
+@pytest.mark.parametrize("bar", [False, True])
+def test_a_resumed_run_begins_with_its_step(bar, capsys):
+    lines, args = StepLines(bar=bar), SimpleNamespace(output_dir="runs", max_steps=8)
+    for step, first in ((0, True), (4, False), (4, True)):
+        state = SimpleNamespace(is_world_process_zero=first, global_step=step, max_steps=8)
+        lines.on_train_begin(args, state, None)
+        lines.on_train_end(args, state, None)
+    assert capsys.readouterr().out.splitlines() == ["resuming after step 4 of 8"]
+
+
 def test_other_ranks_print_nothing_and_the_first_says_what_it_saves(capsys):
     lines, args = StepLines(bar=False), SimpleNamespace(output_dir="runs")
     for first in (False, True):

@@ -1,5 +1,6 @@
 """The parts of one step, in their order and with its number."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,3 +66,22 @@ def test_the_first_and_the_last_step_are_logged_if_steps_are(step: int, strategy
     )
     Loop._request_log(made)
     assert control.should_log is logs
+
+
+def test_checkpoints_are_saved_by_the_method_that_users_override() -> None:
+    events: list[Any] = []
+    control = SimpleNamespace(
+        should_log=False, should_evaluate=False, should_training_stop=False, should_save=True
+    )
+    made = loop(
+        events,
+        state=SimpleNamespace(global_step=2),
+        control=control,
+        _save_checkpoint=lambda *values: events.append(values),
+    )
+    made._model, made._progress = "model", SimpleNamespace(started_at_step=0)
+    made._logger.meter = SimpleNamespace(pause=nullcontext)
+    made._saver = SimpleNamespace(checkpoints=SimpleNamespace(finishing_on_error=nullcontext))
+    Loop._log_evaluate_save(made)
+    assert events == [("enter", "saving", 2), ("model", None)]
+    assert not control.should_save

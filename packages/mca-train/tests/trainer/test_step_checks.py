@@ -11,6 +11,7 @@ import torch
 
 from mca_config.errors import McaError
 from mca_train.engine import finite
+from mca_train.engine.engine import Engine
 from mca_train.engine.finite import require_finite, require_finite_weights
 from mca_train.trainer import logger as logging
 from mca_train.trainer import monitor
@@ -238,3 +239,15 @@ def test_counts_that_differ_from_the_predicted_ones_name_their_step(
         with pytest.raises(McaError, match=wrong):
             Logger._require_counts(made, counts, 9, engine)
     assert engine.assumed_counts == []
+
+
+@pytest.mark.parametrize("count", [-3.0, nan, inf])
+def test_a_loss_count_that_gradients_cannot_be_divided_by_is_an_error(count: float) -> None:
+    optimizer = SimpleNamespace(step=lambda: (True, 2.0, None))
+    engine: Any = SimpleNamespace(_loss_count=torch.tensor(0.5), optimizer=optimizer)
+    assert Engine.optimizer_step(engine).grad_norm == 2
+    engine._loss_count = torch.tensor(count)
+    with pytest.raises(
+        McaError, match=f"counts with the sum {count:g} over the global batch; expected 0 or more"
+    ):
+        Engine.optimizer_step(engine)

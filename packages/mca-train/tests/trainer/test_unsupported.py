@@ -19,7 +19,7 @@ def reject_unsupported(arguments, given, kind=McaTrainer, model=None, dataset=No
         or SimpleNamespace(
             chunks=[],
             args=arguments,
-            config=SimpleNamespace(dtype="float32", head=head),
+            config=SimpleNamespace(dtype="float32", head=head, layout=ParallelLayout()),
             reject_hidden_adapter=lambda: None,
         ),
         args=arguments,
@@ -47,8 +47,11 @@ def test_what_is_not_followed_is_refused_all_at_once(arguments):
     assert "optimizers" not in str(error.value)
 
 
-def test_problems_of_several_rules_are_one_error(arguments):
+def test_problems_of_several_rules_are_one_error(arguments, monkeypatch):
     """Without any one line of the table, its text is missing."""
+    monkeypatch.setattr(
+        rules, "find_spec", lambda _: None
+    )  # a new Megatron has Muon where its package is installed
     output = arguments.output_dir
     arguments = TrainingArguments(
         output_dir=output,
@@ -110,6 +113,27 @@ def test_methods_that_are_never_called_are_refused(arguments):
     assert (
         "Mine.compute_loss has Hugging Face's parameters (it is compute_loss(self, output, batch)" in reported
     )
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "_clip_grad_norm",
+        "_get_num_items_in_batch",
+        "_inner_training_loop",
+        "_load_best_model",
+        "_load_from_checkpoint",
+        "_maybe_log_save_evaluate",
+        "_prepare_input",
+        "_save",
+        "compute_loss_context_manager",
+    ],
+)
+def test_steps_of_the_loop_of_hugging_face_are_refused(arguments, name):
+    assert hasattr(McaTrainer, name), "a method of Hugging Face"
+    kind = type("Mine", (McaTrainer,), {name: lambda self, *values, **options: None})
+    with pytest.raises(McaError, match=f"Mine overrides {name}, which is never called .(override|set|read) "):
+        reject_unsupported(arguments, {}, kind)
 
 
 @pytest.mark.parametrize("value", ["end", "checkpoint", "false"])

@@ -3,6 +3,7 @@
 It combines the chunks of `factory` with the functions of `state`, `forward` and `log_probs`.
 """
 
+import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -63,7 +64,7 @@ class VirtualModels(torch.nn.Module):
 
     Attributes:
         config: The model, with its layout.
-        args: The arguments it was made with.
+        args: A copy of the arguments it was made with.
         rank_context: Layout, rank and coordinates of this process.
         megatron: Megatron's ``TransformerConfig``, shared by all chunks.
         chunks: The ``GPTModel`` of each virtual stage, in model order.
@@ -88,7 +89,7 @@ class VirtualModels(torch.nn.Module):
             config, rank_context.layout, rank_context.world_size, sequence_parallel=sequence_parallel
         )
         self.config = replace(config, layout=rank_context.layout, dtype=dtype)
-        self.args = args
+        self.args = copy.copy(args)  # later changes do not change the model
         self.rank_context = rank_context
         self.source = source
         self.bytes_read = 0

@@ -336,9 +336,8 @@ _REASONS: Mapping[str, str] = {
     "learned relative position biases, or ALiBi other than BLOOM's": ("cpmant mpt"),
     "parallel attention and MLP, and one q, k, v tensor interleaved by tensor rank": "codegen",
     "another kind of bias on attention and MLP": "gpt_neox_japanese",
-    "state space or recurrent layers, alone or between attention layers": (
-        "recurrent_gemma rwkv xlstm zamba zamba2"
-    ),
+    "state space or recurrent layers, alone or between attention layers": ("recurrent_gemma rwkv xlstm"),
+    "state space layers, between which attention runs whose weights several layers share": "zamba zamba2",
     "short convolutions in place of attention, or before it": ("inkling2_text inkling_text zaya"),
     "two kinds of MLA, with an indexer and with a sliding window": "dots3_note_text",
     INDEXER + ", and several residual streams": "hy_v4",
@@ -348,10 +347,12 @@ _REASONS: Mapping[str, str] = {
         "cohere_compass_text dots3_note emu3 fuyu gemma3n git got_ocr2 "
         "moshi moss_transcribe_diarize musicgen musicgen_melody phi4_multimodal qwen4_exp"
     ),
-    "audio": (
-        "fun_asr_nano granite_speech granite_speech_plus inkling_mm_model kyutai_speech_to_text muse_spark "
-        "nemo_speechlm "
-        "vibevoice_asr voxtral_realtime"
+    "audio": ("fun_asr_nano inkling_mm_model kyutai_speech_to_text muse_spark nemo_speechlm vibevoice_asr"),
+    "an audio encoder with batch norms, whose statistics are of the clips of a batch": (
+        "granite_speech granite_speech_plus"
+    ),
+    "audio added to the embedding of each token, and norms that depend on the delay of the text": (
+        "voxtral_realtime"
     ),
     "a vision model that mca does not know; its text part is of a supported type": (
         "aria deepseek_vl_hybrid fast_vlm hyperclovax_vision_v2 "
@@ -363,7 +364,7 @@ _REASONS: Mapping[str, str] = {
         "cohere_compass cosmos3_edge deepseek_ocr2 glm5_next glm_ocr glmga granite_docling hunyuan_vl "
         "inkling2 kosmos-2 kosmos-2.5 mistral_large4 molmo2 muse_glimmer paddleocr_vl step3p7 unlimited_ocr"
     ),
-    "text that attends to the prompt in both directions": "paligemma",
+    "a prompt whose tokens attend to each other in both directions": "paligemma",
     "routed experts for the tokens of images next to those for text": "ernie4_5_vl_moe",
     "a Q-Former between the vision model and the text part": (
         "blip-2 granite4_vision instructblip instructblipvideo"

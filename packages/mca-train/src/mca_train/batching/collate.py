@@ -22,7 +22,9 @@ from mca_train.batching.packing import (
     count_samples,
     count_tokens,
     kl_sequence,
-    require_plain_sample,
+    require_integers,
+    require_vocabulary,
+    sample_tokens,
     split_sequences,
 )
 from mca_train.batching.routed_experts import (
@@ -62,10 +64,8 @@ class PadCollator:
 
     def __call__(self, features: list[JsonObject]) -> dict[str, Tensor]:
         """Return ``input_ids`` and ``labels`` ``[b, s]``, ``num_tokens`` ``[b]`` without padding, and ``values``."""
-        ids = [torch.as_tensor(_tokens(feature)).long() for feature in features]
-        for feature in features:
-            require_plain_sample(feature)
-        labels = [torch.as_tensor(feature.get("labels", feature["input_ids"])).long() for feature in features]
+        samples = [sample_tokens(_with_tokens(feature)) for feature in features]
+        ids, labels = [tokens for tokens, _ in samples], [targets for _, targets in samples]
         pad = torch.nn.utils.rnn.pad_sequence
         values = collect_values(features)
         return {
@@ -76,13 +76,13 @@ class PadCollator:
         }
 
 
-def _tokens(sample: Sample) -> Sample:
+def _with_tokens(sample: Sample) -> Sample:
     if not isinstance(sample, Mapping) or "input_ids" not in sample:
         has = f"has {', '.join(map(str, sample))}" if isinstance(sample, Mapping) else f"is {sample!r:.80}"
         raise McaError(
             f"a sample of the dataset {has}; expected 'input_ids', and 'labels' if not all are targets"
         )
-    return sample["input_ids"]
+    return sample
 
 
 class CountedSamples(Dataset[tuple[Sample, bool]]):
@@ -118,6 +118,8 @@ class StepCollator:
         images: Image options of this rank.
         experts: Check of the experts of samples.
         positions: Number of learned position embeddings; None: the model has none.
+        vocab_size: Vocabulary size of the model without padding, to check tokens and labels; None: not checked.
+        num_classes: Number of classes, one of which is the value of each sample; None: values are other numbers.
     """
 
     collate: Collator
@@ -132,6 +134,8 @@ class StepCollator:
     images: ImageBatching = field(default_factory=ImageBatching)
     experts: ExpertBatching = field(default_factory=ExpertBatching)
     positions: int | None = None
+    vocab_size: int | None = None
+    num_classes: int | None = None
 
     def __call__(self, samples: Sequence[tuple[Sample, bool]]) -> StepBatch:
         """Collate the ``(sample, counts)`` pairs of this rank."""
@@ -156,6 +160,9 @@ class StepCollator:
         micro_batches = tuple(
             self._add_sequence_data(batch, group) for batch, group in zip(micro_batches, flat, strict=True)
         )
+        if self.num_classes is not None:
+            for batch in micro_batches:
+                _require_classes(batch.values, self.num_classes)
         return StepBatch(
             micro_batches=micro_batches,
             seq_length=micro_batches[0].input_ids.shape[1] * self.context_parallel_size,
@@ -204,6 +211,11 @@ class StepCollator:
         size = self.context_parallel_size
         multiple = 2 * size if size > 1 else 1
         rows = [build_row(group, multiple, self.pad_token_id, IGNORED) for group in groups]
+        if self.vocab_size is not None:
+            for row in rows:
+                own = zip(row.input_ids, row.num_tokens, strict=True)
+                ids = torch.cat([tokens[:length] for tokens, length in own])
+                require_vocabulary(ids, torch.cat(row.labels), self.vocab_size)
         length = self._padded_length([row.length for row in rows])
         padded = [row.pad_to(length, self.pad_token_id, IGNORED) for row in rows]
         num_tokens = [tokens for row in rows for tokens in row.num_tokens]
@@ -265,11 +277,24 @@ class StepCollator:
             )
         padding = torch.arange(batch["input_ids"].shape[1]) >= batch["num_tokens"][:, None]
         labels = batch["labels"] if "labels" in batch else batch["input_ids"].masked_fill(padding, IGNORED)
+        self._require_tokens(batch["input_ids"].masked_fill(padding, 0), labels)
         batch["labels"] = labels.masked_fill(~counts[:, None], IGNORED)
         batch["num_tokens"] = batch["num_tokens"] * counts
         if VALUES not in batch and (values := collect_values(features)):
             batch[VALUES] = torch.stack(values)
         return batch
+
+    def _require_tokens(self, ids: Tensor, labels: Tensor) -> None:
+        """Raise a `McaError` unless rows ``ids`` with padding 0 have labels of their shape, of the vocabulary."""
+        if labels.shape != ids.shape:
+            raise McaError(
+                f"data_collator made labels of shape {list(labels.shape)} for input_ids of {list(ids.shape)}; expected "
+                "equal shapes: one label per token, not shifted unless collator_format says so"
+            )
+        for name, tensor in (("input_ids", ids), ("labels", labels)):
+            require_integers(tensor, f"data_collator made {name}")
+        if self.vocab_size is not None:
+            require_vocabulary(ids.long(), labels.long(), self.vocab_size)
 
     def _micro_batches(
         self, batches: list[dict[str, Tensor]], length: int, sizes: list[int]
@@ -358,6 +383,17 @@ def _require_right_padding(batch: Mapping[str, Tensor], mask: Tensor) -> None:
         raise McaError(
             "data_collator made position_ids that do not count from 0, which suggests several samples in one row; "
             "remove it and set sequence_packing"
+        )
+
+
+def _require_classes(values: Tensor | None, count: int) -> None:
+    """Raise a `McaError` unless the first value of each sequence, if it has any, is one of ``count`` classes."""
+    classes = torch.zeros(0) if values is None else values[:, 0]
+    wrong = (classes < 0) | (classes >= count) | (classes != classes.floor())
+    if bool(wrong.any()):
+        raise McaError(
+            f"a sample of the dataset has class {float(classes[wrong][0]):g} in 'values'; expected a whole number from "
+            f"0 to {count - 1}, the labels of the model's head; leave out samples without a class"
         )
 
 

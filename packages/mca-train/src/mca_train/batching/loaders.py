@@ -47,6 +47,8 @@ class Loaders:
         images: Image options of this rank.
         experts: Check of the experts of samples.
         positions: Number of learned position embeddings; None: the model has none.
+        vocab_size: Vocabulary size of the model without padding; None: tokens are not checked.
+        num_classes: Number of classes, one of which is the value of each sample; None: values are other numbers.
     """
 
     args: TrainingArguments
@@ -59,6 +61,8 @@ class Loaders:
     images: ImageBatching = field(default_factory=ImageBatching)
     experts: ExpertBatching = field(default_factory=ExpertBatching)
     positions: int | None = None
+    vocab_size: int | None = None
+    num_classes: int | None = None
     _packs: dict[int, dict[int | None, PackedDataset]] = field(default_factory=dict)
     _evaluation_samples: dict[int, tuple[Sample, list[Sample]]] = field(default_factory=dict)
 
@@ -230,6 +234,8 @@ class Loaders:
             images=self.images,
             experts=self.experts,
             positions=self.positions,
+            vocab_size=self.vocab_size,
+            num_classes=self.num_classes,
         )
         stream = isinstance(sampler, StepStream)  # yields whole steps
         return DataLoader(

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from mca_config.errors import McaError
 from mca_config.printable import counted
-from mca_train.data.token_dataset import VALUES
+from mca_train.data.token_dataset import IGNORED, VALUES
 from mca_train.types import Sample, SampleSource
 
 ROUTED_EXPERTS = "routed_experts"
@@ -250,9 +250,7 @@ def build_row(
     """Build a row of ``(sequence, counts)`` pairs, each padded to a multiple of ``multiple``."""
     ids, labels = [], []
     for sequence, counts in sequences:
-        require_plain_sample(sequence)
-        tokens = torch.as_tensor(sequence["input_ids"]).long()
-        targets = torch.as_tensor(sequence.get("labels", tokens)).long()
+        tokens, targets = sample_tokens(sequence)
         targets = targets if counts else torch.full_like(targets, ignored)
         rest = (0, -len(tokens) % multiple)
         ids.append(torch.nn.functional.pad(tokens, rest, value=pad_token_id))
@@ -266,6 +264,64 @@ def count_tokens(sequence: Sample) -> int:
     """Count the tokens of a sequence without the padding in its ``attention_mask``."""
     mask = sequence.get("attention_mask")
     return len(sequence["input_ids"]) if mask is None else int(torch.as_tensor(mask).sum())
+
+
+def sample_tokens(sample: Sample) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``input_ids`` and ``labels`` ``[tokens]`` of a sample, int64; without ``labels`` every token is a target.
+
+    Raises:
+        McaError: They are not integers in one dimension, or differ in length; or as `require_plain_sample`.
+    """
+    require_plain_sample(sample)
+    tokens = _integers(sample["input_ids"], "input_ids")
+    labels = _integers(sample["labels"], "labels") if "labels" in sample else tokens
+    if len(labels) != len(tokens):
+        raise McaError(
+            f"a sample of the dataset has {counted(len(tokens), 'token')} and {counted(len(labels), 'label')}; give "
+            "each token its label, not shifted, -100 where it is no target"
+        )
+    return tokens, labels
+
+
+def _integers(values: Sample, name: str) -> torch.Tensor:
+    tensor = torch.as_tensor(values)
+    if tensor.ndim != 1:
+        raise McaError(
+            f"a sample of the dataset has {name} of shape {list(tensor.shape)}; expected one dimension, [tokens]; "
+            "remove return_tensors from the tokenizer's call, or take its row 0"
+        )
+    if len(tensor):  # an empty list has no type
+        require_integers(tensor, f"a sample of the dataset has {name}")
+    return tensor.long()
+
+
+def require_integers(tensor: torch.Tensor, found: str) -> None:
+    """Raise a `McaError` that begins with ``found`` unless ``tensor`` has an integer type."""
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool:
+        raise McaError(f"{found} of type {tensor.dtype}; expected integers, ids of tokens")
+
+
+def require_vocabulary(tokens: torch.Tensor, labels: torch.Tensor, vocab_size: int) -> None:
+    """Raise an error if a token or a label is none of the model's.
+
+    Args:
+        tokens: Tokens without padding, or with token 0 as padding.
+        labels: Labels; `IGNORED` is allowed.
+        vocab_size: Vocabulary size of the model without padding.
+
+    Raises:
+        McaError: One is outside the vocabulary: tensor-parallel embedding and cross entropy would take it for zeros.
+    """
+    for name, values, wrong in (
+        ("token", tokens, (tokens < 0) | (tokens >= vocab_size)),
+        ("label", labels, (labels < 0) & (labels != IGNORED) | (labels >= vocab_size)),
+    ):
+        if bool(wrong.any()):
+            ignored = f", or {IGNORED} where the token is no target" if name == "label" else ""
+            raise McaError(
+                f"a sample has {name} {int(values[wrong][0])}; expected 0 to {vocab_size - 1}, the vocabulary of the "
+                f"model{ignored}; use the tokenizer of the model"
+            )
 
 
 def require_plain_sample(sample: Sample) -> None:

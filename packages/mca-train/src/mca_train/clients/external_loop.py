@@ -15,15 +15,19 @@ MODEL_FOLDER = "mca"
 _STAGED = ".mca-staged"
 
 
-def require_plain_loop(models: VirtualModels) -> None:
+def require_plain_loop(models: VirtualModels, *, media: bool = False) -> None:
     """Raise if another program's loop would compute something else than mca's: it passes tokens and labels only.
+
+    Args:
+        models: The model.
+        media: The loop passes images too.
 
     Raises:
         McaError: The model has images, MTP layers, a classification head or RoPE that depends on the length.
     """
     config = models.config
     found = {
-        "images": config.vision is not None,
+        "images": config.vision is not None and not media,
         "MTP layers (set mtp_num_layers to 0)": bool(config.mtp_num_layers),
         "a classification head": config.head.num_labels is not None,
         "RoPE that depends on the sequence length": bool(length_dependent_ropes(*models.chunks)),

@@ -1,5 +1,6 @@
 """Megatron's training step on this rank: data parallelism, optimizer, and the pipeline's schedule."""
 
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -237,8 +238,18 @@ class Engine(Pipeline):
                 )
 
     def optimizer_step(self) -> StepResult:
-        """Clip the gradients and update the parameters; a step without targets updates nothing, on any rank."""
-        if self._loss_count is not None and float(self._loss_count) == 0:
+        """Clip the gradients and update the parameters; a step without targets updates nothing, on any rank.
+
+        Raises:
+            McaError: The loss count of the step is negative or not finite.
+        """
+        count = 1.0 if self._loss_count is None else float(self._loss_count)
+        if not 0 <= count < math.inf:
+            raise McaError(
+                f"compute_loss returned counts with the sum {count:g} over the global batch; expected 0 or more: "
+                "return the number of targets, or the sum of their weights"
+            )
+        if count == 0:
             return StepResult(updated=False, grad_norm=None, had_targets=False)
         updated, grad_norm, _ = self.optimizer.step()
         return StepResult(bool(updated), None if grad_norm is None else float(grad_norm))

@@ -21,8 +21,7 @@ class JsonlLog(TrainerCallback, ExportableState):  # type: ignore[misc]
     """Callback that writes every log as a line of ``<output_dir>/train_log.jsonl``: step, time and values.
 
     A resumed run first removes lines after its checkpoint and incomplete lines. A log that cannot be written (a full
-    disk)
-    is reported once and does not end the run.
+    disk) is reported once and does not end the run.
 
     Attributes:
         rounds_before: Number of earlier calls of ``train`` from step 0; lines of later rounds record it.

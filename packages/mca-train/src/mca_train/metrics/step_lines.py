@@ -1,4 +1,4 @@
-"""`StepLines` prints one line for each log, evaluation and checkpoint.
+"""`StepLines` prints one line for each log, evaluation and checkpoint, and for a resume.
 
 ``train_log.jsonl`` (`log_file`) has all keys. A progress bar is drawn only on a terminal.
 """
@@ -47,10 +47,12 @@ class StepLines(ProgressCallback):  # type: ignore[misc]
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Start the bar at the step that the run resumes from."""
+        """Start the bar at the step that the run resumes from, and print this step."""
         if self._draws:
             super().on_train_begin(args, state, control, **kwargs)
             super().on_step_end(args, state, control, **kwargs)
+        if state.is_world_process_zero and state.global_step:
+            self._print(f"resuming after step {state.global_step} of {state.max_steps}")
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object

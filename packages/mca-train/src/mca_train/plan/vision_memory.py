@@ -67,6 +67,7 @@ _BLOCKS = {
     "internvl_vision": _Block(attention=6),  # the same, with layer scale after attention and MLP
     "llama4_vision_model": _Block(attention=4),  # RoPE of complex numbers, which saves no copy
     "pixtral": _Block(attention=4, inner=4, single=2),
+    "lfm3_vl_vision": _GATED,  # convolutions with their gates save as much as attention
     "gemma4_vision": _Block(inner=4, single=13),  # four norms, and those of q, k and v
     "idefics3_vision": _Block(attention=4),  # SigLIP on patches of images of any size
     "smolvlm_vision": _Block(attention=4),
@@ -112,7 +113,8 @@ class VisionTower:
         sizes = _sizes(config.model_type, config.vision_fields["vision_config"])
         if sizes["model_type"] in ("gemma4_vision", "gemma4_unified_vision"):
             return cls._pooled(sizes, config.vision_fields.get("vision_soft_tokens_per_image", 280))
-        if {"depth", "spatial_merge_size", "temporal_patch_size"} <= sizes.keys():
+        named = "depth" in sizes or sizes["model_type"] in _BLOCKS
+        if named and {"spatial_merge_size", "temporal_patch_size"} <= sizes.keys():
             pictures: ImageLayout = "patches", None, sizes["spatial_merge_size"]
         elif "merge_kernel_size" in sizes:
             pictures = "patches", None, _square_side(sizes["merge_kernel_size"])

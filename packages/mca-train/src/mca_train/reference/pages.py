@@ -7,7 +7,7 @@ Run ``python -m mca_train.reference.pages docs/*.md``; a test fails when that is
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 
-from mca_config.reference import Tables, update_files
+from mca_config.reference import Tables, cell, update_files
 from mca_train.config.arguments import DataArguments, LaunchArguments, LoraArguments
 from mca_train.config.renamed_options import RENAMED
 from mca_train.plan.options import PlanOptions
@@ -57,8 +57,7 @@ def _rows(keys: Iterable[Key]) -> str:
         default = "" if key.default in (None, "", [], {}) else f"`{format_default(key.default)}`"
         value = value_placeholder(key.hint).replace("|", " or ").strip("[]{}").replace(",", ", ")
         value = _VALUES.get(value, value)
-        text = key.help.replace("|", r"\|").replace("<", "&lt;")
-        lines.append(f"| `{key.name}` | {value} | {default} | {text} |")
+        lines.append(f"| `{key.name}` | {value} | {default} | {cell(key.help)} |")
     return "\n".join(lines)
 
 

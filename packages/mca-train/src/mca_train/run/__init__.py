@@ -1,4 +1,5 @@
 """A run of ``mca-train``, from a configuration file to a trained model.
 
-This room puts the others in order. It knows no kind of run: what differs between kinds is said in ``tasks``.
+This package puts the others in order: `settings` reads and checks the configuration, `rules` checks the run, `inputs`
+reads the data, and `train` starts the ranks. What differs between kinds of run is in ``tasks``.
 """

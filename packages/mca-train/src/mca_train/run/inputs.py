@@ -1,6 +1,6 @@
 """Tokenizer and samples of a run, which are created once for all ranks.
 
-`build` creates the model on each rank.
+`train.make_trainer` creates the model on each rank.
 """
 
 import logging

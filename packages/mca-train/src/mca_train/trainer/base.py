@@ -133,6 +133,7 @@ class HfTrainer(Trainer):  # type: ignore[misc]
     ) -> None:
         self.ranks = ranks
         self._view = view
+        self._own_optimizer: tuple[MegatronOptimizer, Scheduler] = (None, None)
         super().__init__(
             model=view,
             args=args,
@@ -160,9 +161,25 @@ class HfTrainer(Trainer):  # type: ignore[misc]
 
     def set_optimizer(self, optimizer: MegatronOptimizer, scheduler: Scheduler) -> None:
         """Show the optimizer and the schedule to callbacks, and the schedule to Hugging Face's evaluation."""
-        self.optimizer, self.lr_scheduler = optimizer, scheduler
+        self.optimizer, self.lr_scheduler = self._own_optimizer = optimizer, scheduler
         handler = self.callback_handler
         handler.model, handler.optimizer, handler.lr_scheduler = self._view, optimizer, scheduler
+
+    def has_other_optimizer(self) -> bool:
+        """Return True if ``optimizer`` or ``lr_scheduler`` was set to another than `set_optimizer` did."""
+        optimizer, scheduler = self._own_optimizer
+        return self.optimizer is not optimizer or self.lr_scheduler is not scheduler
+
+    def create_optimizer(self, model: object = None) -> Never:
+        """Raise an error: the optimizer is Megatron's."""
+        raise McaError(
+            "McaTrainer.create_optimizer is not supported; the optimizer is Megatron's: set optimizer and its keys "
+            "in the arguments"
+        )
+
+    def create_optimizer_and_scheduler(self, num_training_steps: int) -> Never:
+        """Raise an error, as `create_optimizer`."""
+        self.create_optimizer()
 
     def set_length(self, length: RunLength) -> None:
         """Set the steps and epochs of the run in `state`."""

@@ -77,6 +77,7 @@ class Loop:
         """Train from the start, or from ``checkpoint``, to the end of the run."""
         hf, progress = self._hf, self._progress
         loader, sampler = self._data.train()
+        hf.callback_handler.train_dataloader = loader
         with naming_read_errors(checkpoint or Path(hf.args.output_dir)):
             loop_state = self._saver.load_state(checkpoint)
             position = RunPosition() if checkpoint is None else directory.load_position(checkpoint)
@@ -138,7 +139,6 @@ class Loop:
         elif hf.args.ignore_data_skip:
             progress.position = progress.position.restart_epoch(sampler.num_steps - steps_left)
         sampler.set_epoch(epoch, progress.position.samples)
-        hf.callback_handler.train_dataloader = loader
         hf.fire("on_epoch_begin")
         for batch in self._data.steps(loader, sampler):
             training.rate.write(training.engine.optimizer.param_groups)
@@ -195,7 +195,7 @@ class Loop:
         if hf.control.should_save:
             self._watch.hang_detector.enter("saving", step)
             with self._logger.meter.pause(), self._saver.checkpoints.finishing_on_error():
-                self._saver.save_checkpoint()
+                hf._save_checkpoint(self._model, None)  # users override it
             hf.control.should_save = False
 
     def _evaluate_or_put_off(self) -> None:

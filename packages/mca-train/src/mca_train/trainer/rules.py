@@ -26,7 +26,7 @@ from mca_train.checkpoint.model import require_format
 from mca_train.losses import kto, preference
 from mca_train.losses.options import kto_key_problems, pair_key_problems, score_key_problems
 from mca_train.lr_schedule import schedule_problems
-from mca_train.trainer.base import Hooks
+from mca_train.trainer.base import HfTrainer, Hooks
 from mca_train.trainer.unused_options import unused_option_names
 from mca_train.types import SampleSource, VirtualModels
 
@@ -52,6 +52,9 @@ _ORDER = f"{_LOADERS} in the order that you want, with train_sampling_strategy s
 _OPTIMIZER = _PARAMETERS["optimizers"]
 _SCHEDULE = "set lr_scheduler_type and lr_scheduler_kwargs, or learning_rate"
 _EVALUATION = "override evaluate or compute_loss"
+_STEP = "override training_step or compute_loss"
+_CHECKPOINT = "override _save_checkpoint and call super, or write files in a callback's on_save"
+_RESUME = "read files in a callback's on_train_begin"
 _METHODS: Mapping[str, str] = {
     "get_train_dataloader": _LOADERS,
     "get_eval_dataloader": _LOADERS,
@@ -67,6 +70,21 @@ _METHODS: Mapping[str, str] = {
     "evaluation_loop": _EVALUATION,
     "get_batch_samples": "override before_forward, which gets each step's batch",
     "_prepare_inputs": "override before_forward, which gets each step's batch",
+    "_prepare_input": "override before_forward, which gets each step's batch",
+    "_get_num_items_in_batch": "override num_items and compute_loss, which count the targets",
+    "compute_loss_context_manager": "override compute_loss",
+    "autocast_smart_context_manager": "set bf16 or fp16",
+    "_clip_grad_norm": "set max_grad_norm",
+    "_inner_training_loop": _STEP,
+    "_run_epoch": _STEP,
+    "_maybe_log_save_evaluate": "override log, evaluate or _save_checkpoint, or add a callback",
+    "_save": _CHECKPOINT,
+    "_save_optimizer_and_scheduler": _CHECKPOINT,
+    "_save_rng_state": _CHECKPOINT,
+    "_load_from_checkpoint": _RESUME,
+    "_load_optimizer_and_scheduler": _RESUME,
+    "_load_rng_state": _RESUME,
+    "_load_best_model": "read files in a callback's on_train_end",
 }
 """Methods of Hugging Face's Trainer that are never called, and their replacements."""
 _OTHERWISE: Mapping[str, str] = {
@@ -132,6 +150,24 @@ def require_types(model: VirtualModels, args: "TrainingArguments") -> None:
         )
 
 
+def require_unset(trainer: HfTrainer) -> None:
+    """Raise if an attribute was set after construction that the constructor does not accept.
+
+    Raises:
+        McaError: One is set.
+    """
+    set_since = {name: why for name, why in _PARAMETERS.items() if vars(trainer).get(name) is not None}
+    if trainer.has_other_optimizer():
+        set_since |= {"optimizer or lr_scheduler": f"{_OPTIMIZER}; {_SCHEDULE}"}
+    raise_problems(
+        [
+            f"{name} was set on the trainer, which has no effect ({why}); remove it"
+            for name, why in set_since.items()
+        ],
+        type(trainer).__name__,
+    )
+
+
 def require_unmerged(model: VirtualModels) -> None:
     """Raise if an adapter is merged into the weights, or was added to the model since, so nothing would be trained.
 
@@ -163,7 +199,7 @@ def overridden_methods(setup: TrainerSetup) -> Iterator[str]:
     """Yield an error for each overridden method that is never called, or has other parameters."""
     kind = type(setup.trainer)
     for name, why in _METHODS.items():
-        if getattr(kind, name) is not getattr(setup.base, name):
+        if getattr(kind, name, None) is not getattr(setup.base, name, None):
             yield f"{kind.__name__} overrides {name}, which is never called ({why}); remove it"
     for name, why in _OTHERWISE.items():
         parameters = inspect.signature(getattr(kind, name)).parameters
@@ -252,12 +288,10 @@ def model_arguments(setup: TrainerSetup) -> Iterator[str]:
     Arguments that shape a model are read when it is built. Those that the trainer's arguments omit stay as they were.
     """
     model, args = setup.model, setup.args
-    if args is model.args:
-        return
     if differences := [*_layout(model, args), *_precision(model, args), *_settings(model, args)]:
         yield (
             f"args differ from those that the model was built with: {', '.join(differences)}; pass the same args to "
-            "AutoModel, or remove them here"
+            "AutoModel, unchanged, or remove them here"
         )
 
 

@@ -141,7 +141,7 @@ class Saver:
         written = [path.name for path in self.checkpoints.written]
         step = self._hf.state.global_step
         if step != self._progress.started_at_step and f"{output_files.PREFIX}-{step}" not in written:
-            self.save_checkpoint()
+            self._hf._save_checkpoint(self._model, None)
             self.checkpoints.finish()
 
     def save_checkpoint(self) -> None:

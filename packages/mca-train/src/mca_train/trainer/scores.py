@@ -3,6 +3,7 @@
 The losses are in `losses.scores`; the samples' ``values`` are the targets.
 """
 
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Unpack
 
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor
 
 from mca_config.errors import McaError
+from mca_train.batching.collate import CollatorFormat
+from mca_train.batching.loaders import Loaders
 from mca_train.batching.micro_batch import MicroBatch
 from mca_train.losses.options import SCORE_METRICS, ProblemType
 from mca_train.losses.scores import LOSSES, METRICS, reward_loss, sequence_scores
@@ -97,8 +100,15 @@ class ClassificationTrainer(ScoreTrainer):
         **options: Unpack[TrainerOptions],
     ) -> None:
         self.metric_names = (SCORE_METRICS[problem_type],)
-        super().__init__(**options)
         self._problem_type = problem_type
+        super().__init__(**options)
+
+    def _new_loaders(
+        self, pad_token_id: int, pack_length: int | None, collator_format: CollatorFormat
+    ) -> Loaders:
+        made = super()._new_loaders(pad_token_id, pack_length, collator_format)
+        has_classes = self._problem_type == "single_label_classification"
+        return replace(made, num_classes=self.model.config.head.num_labels if has_classes else None)
 
     def compute_loss(self, output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Return the loss sum over this micro-batch's sequences and their count."""

@@ -5,6 +5,7 @@
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import cast
 
 from torch.utils.data import DataLoader
@@ -38,7 +39,14 @@ class StepLoaders:
 
     def __init__(self, hf: HfTrainer, loaders: Loaders, watch: Watch, progress: Progress) -> None:
         self._hf, self._watch, self._progress = hf, watch, progress
-        self.loaders = loaders
+        self._loaders = loaders
+
+    @property
+    def loaders(self) -> Loaders:
+        """Return the factory of loaders, with the trainer's ``data_collator``, which may have been set since."""
+        if self._loaders.collate is not self._hf.data_collator:
+            self._loaders = replace(self._loaders, collate=self._hf.data_collator)
+        return self._loaders
 
     def train(self) -> tuple[DataLoader[StepBatch], StepSampler | StepStream]:
         """Return this rank's training loader and its sampler; an item is a step."""

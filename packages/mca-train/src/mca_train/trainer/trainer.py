@@ -43,7 +43,15 @@ from mca_train.trainer.logger import Logger
 from mca_train.trainer.loop import Loop
 from mca_train.trainer.model_runner import ModelRunner
 from mca_train.trainer.monitor import Watch
-from mca_train.trainer.rules import RULES, Rule, TrainerSetup, check, require_no_upload, require_unmerged
+from mca_train.trainer.rules import (
+    RULES,
+    Rule,
+    TrainerSetup,
+    check,
+    require_no_upload,
+    require_unmerged,
+    require_unset,
+)
 from mca_train.trainer.saver import Saver
 from mca_train.trainer.step_loaders import StepLoaders
 from mca_train.trainer.unused_options import warn
@@ -171,6 +179,7 @@ class McaTrainer(HfTrainer):
             experts=ExpertBatching(config=config, required=self.requires_routed_experts),
             images=image_batching(config, decodes=self.ranks.is_first_stage),
             positions=config.max_position_embeddings if config.embedding.learned_positions else None,
+            vocab_size=config.vocab_size,
         )
 
     def _assemble(self, model: "VirtualModels", loaders: Loaders) -> None:
@@ -272,6 +281,7 @@ class McaTrainer(HfTrainer):
         """
         if trial is not None:
             raise McaError("hyper-parameter search is not supported")
+        require_unset(self)
         self._runner.require_active_engine()
         require_unmerged(self.model)
         self._runner.set_output()
@@ -301,6 +311,7 @@ class McaTrainer(HfTrainer):
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
         """Return the mean loss over all targets of ``eval_dataset``, every sample counted once."""
+        require_unset(self)
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if not isinstance(dataset, dict):
             return self._evaluator.evaluate(dataset, metric_key_prefix)

@@ -89,6 +89,7 @@ def step_collator(models: VirtualModels, ranks: Ranks, *, packed: bool, pad_toke
         experts=ExpertBatching(config=config),
         images=image_batching(config, decodes=ranks.is_first_stage),
         positions=config.max_position_embeddings if config.embedding.learned_positions else None,
+        vocab_size=config.vocab_size,
     )
 
 

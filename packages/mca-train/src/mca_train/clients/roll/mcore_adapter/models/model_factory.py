@@ -11,6 +11,7 @@ from torch import Tensor
 import mca_models
 from mca_config.types import JsonObject
 from mca_models.megatron.distributed import parallel
+from mca_models.megatron.features.vision_tower import model_parts
 from mca_models.megatron.layers.zigzag import take_rank_tokens
 from mca_models.megatron.peft import PeftModels
 from mca_models.megatron.virtual_models import CheckpointFormat
@@ -18,6 +19,8 @@ from mca_train.checkpoint.model import load_weights
 from mca_train.clients.chunk_lora import attach
 from mca_train.clients.external_loop import MODEL_FOLDER, require_plain_loop, save_among
 from mca_train.types import Chunk, Upstream
+
+from .media_inputs import UNCUT, MediaInputs
 
 __all__ = ["McaGPTModel", "VirtualModels"]
 
@@ -37,14 +40,18 @@ class VirtualModels:
     """
 
     def __init__(self, model: mca_models.VirtualModels, seed: int) -> None:
-        require_plain_loop(model)
+        require_plain_loop(model, media=True)
         self.model, self._seed = model, seed
+        if model.config.vision is not None:
+            model.train_parts(model_parts(model.config))  # ROLL freezes by freeze_module_prefix
         self.models: list[Chunk] = [*model.chunks]
         config: Upstream = model.megatron
         config.calculate_per_token_loss = False  # ROLL's losses are means
         config.hf_model_type, config.mca_models = model.config.model_type, model
         self.config = config
         for chunk in self.models:
+            if model.config.vision is not None:
+                MediaInputs(chunk, model.config)
             chunk.get_batch_on_this_cp_rank = self.get_batch_on_this_cp_rank
             chunk.save_pretrained = self.save_pretrained
             chunk.attach_lora, chunk.mca_config = self.attach_lora, model.config
@@ -97,15 +104,17 @@ class VirtualModels:
     def get_batch_on_this_cp_rank(
         self, batch: dict[str, Tensor], dim3_keys: tuple[str, ...] | list[str] = ("attention_mask",)
     ) -> dict[str, Tensor]:
-        """Return this context-parallel rank's tokens of each tensor.
+        """Return this context-parallel rank's tokens of each tensor; inputs of a model with images stay whole.
 
         Args:
             batch: Tensors ``[b, s, ...]``.
             dim3_keys: Tensors ``[b, 1, s, ...]``.
         """
-        group = parallel.context_group()
+        group, whole = parallel.context_group(), UNCUT if self.model.config.vision is not None else ()
         return {
-            name: take_rank_tokens(x, 2 if name in dim3_keys else 1, group.rank(), group.size())
+            name: x
+            if name in whole
+            else take_rank_tokens(x, 2 if name in dim3_keys else 1, group.rank(), group.size())
             for name, x in batch.items()
         }
 
