@@ -170,9 +170,10 @@ def known(reported: dict[str, list[str]], function: str, part: str, which: int) 
     return Fault(*fitting[which], error=errno.EIO)
 
 
-def test_calls_that_were_not_looked_after(runs: Runs, whole: dict[str, Found]) -> None:
+def test_calls_that_were_not_looked_after(runs: Runs, whole: dict[str, Found], every_case: bool) -> None:
     reported = {kind: whole[kind]["sites"]["0"] for kind in KINDS}  # in the order of the first call from each
-    cases = [runs.case(kind, known(reported[kind], *which)) for kind, *which in KNOWN.values()]
-    for (name, (kind, *_)), found in zip(KNOWN.items(), runs.run(cases), strict=True):
+    chosen = dict(list(KNOWN.items())[:: 1 if every_case else 3])
+    cases = [runs.case(kind, known(reported[kind], *which)) for kind, *which in chosen.values()]
+    for (name, (kind, *_)), found in zip(chosen.items(), runs.run(cases), strict=True):
         assert found["sites"]["0"], f"{name}: it is not called"
         assert fault_of(kind, found, whole[kind], "0") is None, (name, found)

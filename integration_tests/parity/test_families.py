@@ -37,7 +37,7 @@ def computed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         *("deepseek_v32-tp2ep2etp1", "minimax_m3_vl_text-tp2ep2etp1", "llama4_text-ep2", "cohere2-tp2"),
         *("falcon_h1-norm-tp2sp", "granite_swa-tp2sp", "qwen3_5_text-cp2", "minicpm3-pp2vpp2"),
         *("deepseek_v2-cp2ep2pp2", "granitemoehybrid-tp1", "lfm2-cp2", "gemma4_text-experts-ep2"),
-        *("bailing_hybrid-tp2ep2etp1", "jamba-tp2ep2etp1"),
+        *("bailing_hybrid-tp2ep2etp1", "jamba-tp2ep2etp1", "minimax-tp2ep2etp1"),
     ],
 )
 @pytest.mark.parametrize("case", as_params(FAMILY_GRADIENTS))

@@ -146,6 +146,10 @@ def test_embeddings_of_every_layer_take_their_channels_in_bf16(tmp_path: Path) -
         ({"on_gpu": True}, 2),
         ({"on_gpu": True, "waits": True}, 1),
         ({"waits": True}, 2),
+        ({"mtp": 1}, 4),  # features for an MTP layer in both
+        ({"mtp": 2, "has_embedding": True}, 3),
+        ({"mtp": 1, "has_loss": True}, 2),
+        ({"mtp": 1, "on_gpu": True, "waits": True}, 2),
     ],
 )
 def test_inputs_and_outputs_that_only_the_schedule_references(changes: dict[str, Any], tensors: int) -> None:
@@ -156,13 +160,15 @@ def test_inputs_and_outputs_that_only_the_schedule_references(changes: dict[str,
         "recompute": None,
         "implementation": "local",
     }
-    case |= {"on_gpu": False, "waits": False} | changes
+    case |= {"on_gpu": False, "waits": False, "mtp": 0} | changes
     model: Any = SimpleNamespace(
         hidden_bytes=10,
         on_gpu=case["on_gpu"],
         implementation=case["implementation"],
         sizes=SimpleNamespace(width=case["width"], waits_for_sends=case["waits"]),
         training=SimpleNamespace(recompute_granularity=case["recompute"]),
+        config=SimpleNamespace(mtp_num_layers=case["mtp"], layout=SimpleNamespace(pp=2)),
+        media=case["mtp"] or None,
     )
     chunk: Any = SimpleNamespace(has_loss=case["has_loss"], has_embedding=case["has_embedding"])
     assert _boundary_tensors(model, chunk) == 10 * tensors
