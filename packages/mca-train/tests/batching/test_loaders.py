@@ -73,6 +73,30 @@ def test_packs_of_the_client_are_not_packed_again(tmp_path: Path) -> None:
     assert widths(made, samples) == {6}
 
 
+def test_packs_of_a_list_that_has_grown_are_made_again(tmp_path: Path) -> None:
+    samples = [{"input_ids": torch.arange(3)} for _ in range(2)]
+    made = loaders(tmp_path, ParallelLayout())
+    made.args.sequence_packing = True
+    made = replace(made, pack_length=3)
+    assert sum(step.num_samples for step in made.evaluation(samples)[0]) == 2
+    samples.extend(samples)
+    assert sum(step.num_samples for step in made.evaluation(samples)[0]) == 4
+
+
+def test_workers_draw_other_numbers_on_each_replica_and_after_a_resume(tmp_path: Path) -> None:
+    made = loaders(tmp_path, ParallelLayout())
+    loader, _ = made.train([{"input_ids": torch.arange(3)}])
+    seeds = []
+    for replica, *position in ((0, 0, 0), (0, 0, 8), (0, 1, 0), (1, 0, 0)):
+        made.ranks.data_parallel_rank = replica
+        for context_rank in range(2):
+            made.ranks.context_parallel_rank = context_rank
+            made.seed_workers(loader, *position)
+            seeds.append(loader.generator.initial_seed())
+    assert seeds[::2] == seeds[1::2], "ranks of one replica"
+    assert len({*seeds}) == 4
+
+
 def test_rows_have_few_lengths_where_attention_plans_each(tmp_path: Path) -> None:
     data = [{"input_ids": torch.arange(length)} for length in (9, 70, *[5] * 10)]
     made = loaders(tmp_path, ParallelLayout(), transformer_impl="transformer_engine")

@@ -168,3 +168,19 @@ def test_a_sample_may_be_padded_at_its_end_alone():
     require_plain_sample({"input_ids": [1, 2, 3, 0], "attention_mask": [1, 1, 1, 0], "labels": [1, 2, 3, 0]})
     with pytest.raises(McaError, match="has padding before tokens"):
         require_plain_sample({"input_ids": [1, 0, 2], "attention_mask": [1, 0, 1], "labels": [1, 0, 2]})
+
+
+class Measured(list):
+    """Samples with an attribute of another meaning."""
+
+    lengths = [1] * 4
+
+
+def test_packs_are_not_filled_beyond_their_length_by_other_lengths():
+    samples = [{"input_ids": [1] * length} for length in (1, 1, 5, 1)]
+    packs = PackedDataset(Measured(samples), 2, name="train_dataset")
+    assert packs[0] == samples[:2]
+    with pytest.raises(
+        McaError, match="train_dataset: sample 2 has 5 tokens, but had 1 when the packs were made"
+    ):
+        packs[1]

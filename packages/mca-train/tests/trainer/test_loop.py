@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from mca_train.batching.position import RunPosition
 from mca_train.trainer.loop import Loop
 
 
@@ -85,3 +86,18 @@ def test_checkpoints_are_saved_by_the_method_that_users_override() -> None:
     Loop._log_evaluate_save(made)
     assert events == [("enter", "saving", 2), ("model", None)]
     assert not control.should_save
+
+
+def test_workers_are_seeded_by_the_epoch_and_the_first_sample() -> None:
+    events: list[Any] = []
+    made = loop(events, args=SimpleNamespace(ignore_data_skip=False))
+    made._progress = SimpleNamespace(position=RunPosition(epoch=2, samples=6))
+    seeded = SimpleNamespace(seed_workers=lambda *values: events.append(("seed", *values)))
+    made._data = SimpleNamespace(loaders=seeded, steps=lambda *_: ())
+    made._watch.stopped = True
+    sampler: Any = SimpleNamespace(
+        steps_after=lambda samples: 1, set_epoch=lambda *values: events.append(("epoch", *values))
+    )
+    loader: Any = "loader"
+    Loop._run_epoch(made, 2, loader, sampler)
+    assert events == [("epoch", 2, 6), ("seed", "loader", 2, 6), ("fire", "on_epoch_begin")]

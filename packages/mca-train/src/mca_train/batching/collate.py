@@ -89,13 +89,13 @@ class CountedSamples(Dataset[tuple[Sample, bool]]):
     """Dataset in which index ``~i`` returns sample ``i`` marked as one that does not count."""
 
     def __init__(self, dataset: SampleSource) -> None:
-        self._dataset = dataset
+        self.samples = dataset
 
     def __len__(self) -> int:
-        return len(self._dataset)
+        return len(self.samples)
 
     def __getitem__(self, index: int) -> tuple[Sample, bool]:
-        return self._dataset[max(index, ~index)], index >= 0
+        return self.samples[max(index, ~index)], index >= 0
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Sample, bool]]:
         return [self[index] for index in indices]

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
@@ -180,7 +181,7 @@ class Loaders:
         if isinstance(dataset, PackedDataset):
             return dataset
         known = self._packs.get(id(dataset), {}).get(seed)
-        if known is not None and known.dataset is dataset:
+        if known is not None and known.dataset is dataset and known.fill.samples == len(dataset):
             return known
         multiple = self._sequence_multiple()
         length = self.pack_length or longest_sample(dataset, multiple)
@@ -238,7 +239,7 @@ class Loaders:
             num_classes=self.num_classes,
         )
         stream = isinstance(sampler, StepStream)  # yields whole steps
-        return DataLoader(
+        loader = DataLoader(
             samples,
             batch_size=None if stream else 1,
             batch_sampler=None if stream else sampler,
@@ -250,8 +251,15 @@ class Loaders:
             prefetch_factor=args.dataloader_prefetch_factor if workers else None,
             # the loader draws a seed at each start; a separate generator keeps the global state, which dropout uses,
             # unchanged
-            generator=torch.Generator().manual_seed(args.seed),
+            generator=torch.Generator(),
         )
+        self.seed_workers(loader)
+        return loader
+
+    def seed_workers(self, loader: DataLoader[StepBatch], *position: int) -> None:
+        """Seed the workers of ``loader``: differently on each replica, and in each epoch and at each first sample."""
+        entropy = (self.args.seed % 2**32, self.ranks.data_parallel_rank, *position)
+        loader.generator.manual_seed(int(np.random.SeedSequence(entropy).generate_state(1)[0]))
 
 
 def _length(dataset: SampleSource, name: str) -> int:

@@ -106,7 +106,8 @@ class PackedDataset(Dataset[list[Sample]]):
                 "seq_length (the pack's length) or shorten the sample"
             )
         order = np.arange(len(needs)) if seed is None else np.random.default_rng(seed).permutation(len(needs))
-        self.dataset = dataset
+        self.dataset, self._name = dataset, name
+        self._lengths = lengths.sum(1)
         self.packs = first_fit(needs, order, room)
         self.fill = PackingStats(
             samples=len(needs),
@@ -121,7 +122,19 @@ class PackedDataset(Dataset[list[Sample]]):
         return len(self.packs)
 
     def __getitem__(self, index: int) -> list[Sample]:
-        return [self.dataset[int(number)] for number in self.packs[index]]
+        return [self._checked_sample(int(number)) for number in self.packs[index]]
+
+    def _checked_sample(self, number: int) -> Sample:
+        """Return a sample, unless it is longer than the pack was planned for."""
+        sample, planned = self.dataset[number], self._lengths[number]
+        tokens = sum(len(sequence["input_ids"]) for sequence in split_sequences(sample))
+        if tokens > planned:
+            raise McaError(
+                f"{self._name}: sample {number} has {tokens} tokens, but had {planned} when the packs were made, from "
+                "the dataset's attribute 'lengths' if it has one; let it return the number of tokens of each sample, "
+                "and do not change a dataset in place"
+            )
+        return sample
 
 
 def first_fit(

@@ -4,18 +4,25 @@ Each rank reads its samples independently. The ranks of a replica compute each s
 the same number of samples in the same order. Every rank raises the error.
 """
 
+import random
 import zlib
 from collections.abc import Iterable, Iterator
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from mca_config.errors import McaError
 from mca_train import groups
 from mca_train.batching.micro_batch import StepBatch
+from mca_train.batching.packing import split_sequences
 from mca_train.batching.sampling import StepSampler
 from mca_train.batching.step_stream import StepStream
 from mca_train.groups import Ranks
+from mca_train.types import SampleSource
 
+RANDOM = -1
+"""Checksum of samples that are drawn whenever they are read."""
 _REMEDY = (
     "sample i must be the same on every rank: set a seed for every shuffle, split and draw, and do not shard the "
     "dataset "
@@ -37,6 +44,29 @@ def combine_checksums(first: int, second: int) -> int:
     return zlib.crc32(second.to_bytes(4, "big"), first)
 
 
+def probe_checksum(dataset: SampleSource, size: int) -> int:
+    """Return a checksum of the first, the middle and the last sample's tokens; `RANDOM` if they differ when read again.
+
+    Args:
+        dataset: Dataset with an index.
+        size: Number of its samples.
+    """
+    states = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng([]):
+            first, again = (checksum(_probe_tokens(dataset, size)) for _ in range(2))
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+    return first if first == again else RANDOM
+
+
+def _probe_tokens(dataset: SampleSource, size: int) -> Iterator[Tensor]:
+    for index in sorted({0, size // 2, size - 1}):
+        for sequence in split_sequences(dataset[index]):
+            yield torch.as_tensor(sequence["input_ids"]).long()
+
+
 def require_same_samples(ranks: Ranks, mine: int, when: str) -> None:
     """Raise an error if ranks of a replica have different samples; collective.
 
@@ -53,7 +83,11 @@ def require_same_samples(ranks: Ranks, mine: int, when: str) -> None:
 
 
 def check_first_step(
-    steps: Iterable[StepBatch], ranks: Ranks, sampler: StepSampler | StepStream, when: str
+    steps: Iterable[StepBatch],
+    ranks: Ranks,
+    sampler: StepSampler | StepStream,
+    when: str,
+    dataset: SampleSource = None,
 ) -> Iterator[StepBatch]:
     """Yield ``steps``, and compare the first one across ranks before it is used; collective.
 
@@ -62,16 +96,32 @@ def check_first_step(
         ranks: Position of this rank in the layout.
         sampler: Sampler of the steps.
         when: Description of the first step, for errors.
+        dataset: The samples with their index, of which a few are compared over all replicas; None: a stream.
 
     Raises:
-        McaError: Ranks of a replica have different samples, or ranks differ in dataset size or seed.
+        McaError: Ranks of a replica have different samples, or ranks differ in dataset size, seed or order.
     """
     for number, batch in enumerate(steps):
         if number == 0 and ranks.world_size > 1:
             seed = -1 if sampler.seed is None else sampler.seed
-            own = [ranks.data_parallel_rank, batch.checksum, sampler.num_samples, seed]
-            _require_equal(groups.gather_numbers(own, ranks), when)
+            probed = dataset is not None and ranks.data_parallel_size > 1
+            probe = probe_checksum(dataset, sampler.num_samples) if probed else RANDOM
+            own = [ranks.data_parallel_rank, batch.checksum, sampler.num_samples, seed, probe]
+            everyone = groups.gather_numbers(own, ranks)
+            _require_equal([row[:-1] for row in everyone], when)
+            _require_equal_probes([row[-1] for row in everyone], when)
         yield batch
+
+
+def _require_equal_probes(probes: list[int], when: str) -> None:
+    """Raise a `McaError` unless all ranks have read equal samples; random ones are not compared."""
+    if RANDOM in probes:
+        return
+    for rank, probe in enumerate(probes):
+        if probe != probes[0]:
+            raise McaError(
+                f"{when}: ranks 0 and {rank} have different samples, or the same in another order; {_REMEDY}"
+            )
 
 
 def _require_equal(everyone: list[list[int]], when: str) -> None:

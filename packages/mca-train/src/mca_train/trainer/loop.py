@@ -139,6 +139,7 @@ class Loop:
         elif hf.args.ignore_data_skip:
             progress.position = progress.position.restart_epoch(sampler.num_steps - steps_left)
         sampler.set_epoch(epoch, progress.position.samples)
+        self._data.loaders.seed_workers(loader, epoch, progress.position.samples)
         hf.fire("on_epoch_begin")
         for batch in self._data.steps(loader, sampler):
             training.rate.write(training.engine.optimizer.param_groups)

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from mca_config.errors import McaError
 from mca_config.printable import counted
 from mca_config.training import TrainingArguments
+from mca_train.batching.collate import CountedSamples
 from mca_train.batching.loaders import Loaders, iterate_steps
 from mca_train.batching.micro_batch import StepBatch
 from mca_train.batching.position import RunLength
@@ -70,7 +71,8 @@ class StepLoaders:
         steps, done = self._watch.stragglers.reading(iterate_steps(loader)), self._hf.state.global_step
         if done > self._progress.started_at_step:
             return steps
-        return check_first_step(steps, self._hf.ranks, sampler, f"step {done + 1}")
+        dataset = loader.dataset.samples if isinstance(loader.dataset, CountedSamples) else None
+        return check_first_step(steps, self._hf.ranks, sampler, f"step {done + 1}", dataset)
 
     def rounds(self, loader: DataLoader[StepBatch], what: str) -> Iterator[StepBatch]:
         """Iterate over an evaluation loader, compared in the same way; ``what`` names it in errors."""
