@@ -209,7 +209,7 @@ def journey() -> Drawing:
 def step() -> Drawing:
     """Data flow of a step, from the global batch to the updated weights."""
     picture = Drawing(
-        640, 196, "A global batch is divided into micro-batches, computed by stages, and reduced"
+        640, 206, "A global batch is divided into micro-batches, computed by stages, and reduced"
     )
     boxes = (
         ("global batch\n16 samples", _GREY),

@@ -95,7 +95,9 @@ def test_texts_of_pictures_do_not_overlap():
     for name in _tool("concept_pictures").PICTURES:
         picture = (ROOT / "docs" / "pictures" / f"{name}.svg").read_text()
         edge = float(re.search(r' width="(\d+)"', picture)[1])
-        for texts in _extents(picture).values():
+        bottom = float(re.search(r' height="(\d+)"', picture)[1])
+        for y, texts in _extents(picture).items():
+            assert float(y) + 5 <= bottom, (name, texts)
             assert texts[0][0] >= 0 and texts[-1][1] <= edge, (name, texts)
             for (_, right, words), (left, _, following) in itertools.pairwise(texts):
                 assert right <= left, (name, words, following)

@@ -99,7 +99,10 @@ def test_a_pickle_that_is_none_and_one_of_another_name_are_told(source: Path, tm
     ({"intermediate_size": 96}, "expected [96, 32]"),
     ({"num_key_value_heads": 4}, "expected [64, 32]"),
     ({"hidden_size": 32.0}, "hidden_size must be a whole number, not 32.0"),
-    ({"num_hidden_layers": 10**9}, "num_layers must be at most 4096, not 1000000000"),
+    ({"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 4096, not 1000000000"),
+    ({"num_key_value_heads": 0, "head_dim": -1}, "; head_dim must be at least 1, not -1"),
+    ({"initializer_range": -1}, "initializer_range must be at least 0"),
+    ({"tie_word_embeddings": "false"}, "'tie_word_embeddings' must be true or false, not 'false'"),
     ({"model_type": ["llama"]}, "config.json has no 'model_type'"),
     ({"rope_parameters": "yarn"}, "must be an object, not 'yarn'"),
     ({"rope_parameters": {"rope_theta": "1e4"}}, "'rope_theta' must be a number, not '1e4'"),
@@ -203,7 +206,7 @@ def test_weights_that_are_no_file_are_not_waited_for(source: Path, tmp_path: Pat
 
 
 def test_what_the_system_refuses_is_one_line(source: Path, tmp_path: Path, capsys, monkeypatch) -> None:
-    assert "File name too long" in refused_at(source, tmp_path / ("n" * 300), capsys)
+    assert "choose a shorter one" in refused_at(source, tmp_path / ("n" * 300), capsys)
     if os.geteuid() != 0:
         (source / "generation_config.json").chmod(0)
         assert "generation_config.json: cannot be read (Permission denied)" in refused(

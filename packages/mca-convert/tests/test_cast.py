@@ -7,6 +7,7 @@ import pytest
 import torch
 from files import bits, hf_tensors
 
+from mca_config.errors import McaError
 from mca_convert.cli import main
 
 DTYPES = {"--bf16": torch.bfloat16, "--fp16": torch.float16, "--fp32": torch.float32}
@@ -25,6 +26,30 @@ def test_casts_equal_torch(flag: str, dtype: str, tiny, convert) -> None:
         config = json.loads((target / "config.json").read_text())
         assert config["dtype"] == str(DTYPES[flag]).removeprefix("torch.")
         assert "torch_dtype" not in config
+
+
+def test_fp64_is_rounded_once() -> None:
+    import ml_dtypes
+    import numpy as np
+
+    from mca_models.storage.cast import cast_into
+
+    tie = 1 + 2.0**-8  # halfway between two bf16 numbers, the lower one even
+    cases = {
+        tie: 1.0,
+        tie + 2.0**-30: 1 + 2.0**-7,
+        tie - 2.0**-30: 1.0,
+        1 + 3 * 2.0**-8 - 2.0**-30: 1 + 2.0**-7,
+        1e-50: 0.0,
+        3.3895e38: 3.3895313892515355e38,
+    }
+    source = np.array([sign * value for value in cases for sign in (1, -1)] + [np.inf, np.nan])
+    target = np.empty(source.shape, ml_dtypes.bfloat16)
+    cast_into(source, target, "x")
+    right = [sign * value for value in cases.values() for sign in (1, -1)] + [np.inf, np.nan]
+    np.testing.assert_array_equal(target.astype(np.float64), right)
+    with pytest.raises(McaError, match="1e\\+300 overflows bf16"):
+        cast_into(np.array([1e300]), np.empty(1, ml_dtypes.bfloat16), "x")
 
 
 def test_torch_dtype_of_older_configs_follows(tiny, convert, tmp_path: Path) -> None:

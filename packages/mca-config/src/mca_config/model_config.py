@@ -4,10 +4,11 @@
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal, Self, TypeVar, cast
 
 from mca_config import _roll, fields, files
@@ -454,16 +455,20 @@ def _read(cls: type[T], values: JsonObject, where: str) -> T:
     return cast(T, made)
 
 
-def require_ranges(values: Values) -> None:
+def require_ranges(values: Values, keys: Mapping[str, str] = MappingProxyType({})) -> None:
     """Check that flat fields are in range, before anything of the size that they state is allocated.
+
+    Args:
+        values: By field.
+        keys: Other names for fields in the errors: those of the file that they come from.
 
     Raises:
         McaError: Fields are out of range; the message names all of them.
     """
     own, groups = group_fields(values)
-    problems = [*range_problems(own, numeric_fields(McaModelConfig))]
+    problems = [*range_problems(own, numeric_fields(McaModelConfig), keys)]
     for name, group in groups.items():
-        problems += range_problems(group or {}, numeric_fields(SECTIONS[name].cls))
+        problems += range_problems(group or {}, numeric_fields(SECTIONS[name].cls), keys)
     if problems:
         raise McaError("; ".join(problems))
 

@@ -1,6 +1,7 @@
 """A conversion from one directory to another: planned and checked for completeness, then executed by `engine`."""
 
 import logging
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,6 +35,7 @@ from mca_models.storage.safetensors import FilePlan, plan_file
 from mca_models.storage.source import ModelSource
 
 logger = logging.getLogger(__name__)
+_LONGEST_NAME = 255 - len(".partial-01234567")  # of the folder in which the files are written
 _BLOCK = 4096  # bytes; the most common block of file systems
 
 
@@ -240,6 +242,12 @@ def require_adapter(path: Path) -> None:
 def require_free_destination(sources: Iterable[Path], destination: Path, *, overwrite: bool = False) -> None:
     """Raise `McaError` if ``destination`` exists, or with ``overwrite`` has other files than a checkpoint."""
     sources = tuple(sources)
+    name = os.fsencode(os.path.abspath(destination)).rpartition(b"/")[2]  # noqa: PTH100
+    if len(name) > _LONGEST_NAME:
+        raise McaError(
+            f"--output_path {destination}: its name has {len(name)} bytes, more than {_LONGEST_NAME}; "
+            "choose a shorter one"
+        )
     try:
         require_absent(destination)
     except McaError as error:

@@ -9,6 +9,7 @@ import typing
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from types import MappingProxyType
 from typing import Annotated, Protocol, TypeVar, cast
 
 from mca_config.errors import McaError
@@ -116,15 +117,24 @@ NumericFields = Mapping[str, tuple[frozenset[type], Range]]
 """Number types and range of each numeric field."""
 
 
-def range_problems(values: Values, types: NumericFields) -> Iterator[str]:
-    """Yield an error for each of ``values`` that is out of its field's range or not finite."""
+def range_problems(
+    values: Values, types: NumericFields, keys: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[str]:
+    """Yield an error for each of ``values`` that is out of its field's range or not finite.
+
+    Args:
+        values: By field.
+        types: Of the fields.
+        keys: Other names for fields in the errors.
+    """
     for name, (_, bounds) in types.items():
         value = values.get(name)
         if not isinstance(value, int | float) or isinstance(value, bool):
             continue
+        key = keys.get(name, name)
         if not math.isfinite(value):
-            yield f"{name} must be a finite number, not {value}"
-        elif problem := bounds.problem(name, value):
+            yield f"{key} must be a finite number, not {value}"
+        elif problem := bounds.problem(key, value):
             yield problem
 
 

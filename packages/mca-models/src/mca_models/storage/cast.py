@@ -31,9 +31,25 @@ def cast_into(source: NumpyArray, target: NumpyArray, name: str) -> None:
     import numpy as np
 
     with np.errstate(over="ignore", invalid="ignore"):
-        np.copyto(target, source, casting="unsafe")
+        rounds_twice = (source.dtype.name, target.dtype.name) == ("float64", "bfloat16")
+        np.copyto(target, round_to_odd(source) if rounds_twice else source, casting="unsafe")
     if can_overflow(source.dtype.name, target.dtype.name):
         _require_finite(source, target, name)
+
+
+def round_to_odd(source: NumpyArray) -> NumpyArray:
+    """Return fp64 ``source`` in fp32, the odd one of the two neighbours where it is not exact.
+
+    Rounding the result to a narrower type then gives what rounding ``source`` once does.
+    """
+    import numpy as np
+
+    nearest = source.astype(np.float32)
+    exact = nearest.astype(np.float64)
+    bits = nearest.view(np.uint32)
+    bits -= np.abs(exact) > np.abs(source)  # towards zero
+    bits |= (exact != source) & ~np.isnan(source)
+    return nearest
 
 
 def can_overflow(source: str, target: str) -> bool:

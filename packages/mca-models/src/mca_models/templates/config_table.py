@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mca_config.errors import HfConfigError, McaError
-from mca_config.model.fields import DEFAULTS
+from mca_config.model.fields import DEFAULTS, SECTIONS
 from mca_config.model_config import McaModelConfig, require_ranges
 from mca_config.types import JsonObject, Typed, Values
 from mca_models.templates.composite_config import QUANTIZATION, TEXT_ONLY, CompositeConfig
@@ -19,6 +19,12 @@ from mca_models.templates.lens import Lens
 REQUIRED: Typed = object()
 
 _DTYPES = ("float32", "bfloat16", "float16")
+_BOOLEANS = frozenset(
+    field.name
+    for entry in SECTIONS.values()
+    for field in dataclasses.fields(entry.cls)  # type: ignore[arg-type]
+    if field.type in (bool, bool | None)
+)
 
 ORIGINAL = "original_max_position_embeddings"
 _WITHIN = ("llama3", "yarn", "longrope")
@@ -61,6 +67,11 @@ class Field:
         if value is None and self.default is REQUIRED:
             raise HfConfigError(f"config.json has no '{self.hf}'; a {hf.get('model_type')} model needs it")
         return tuple(value) if isinstance(value, list) else value
+
+    def check_boolean(self, value: Typed) -> None:
+        """Raise unless ``value`` is a boolean (or 0, 1 or None) where the field is one."""
+        if self.mca in _BOOLEANS and not isinstance(value, int | None):
+            raise HfConfigError(f"config.json: '{self.hf}' must be true or false, not {value!r:.80}")
 
 
 @dataclass(frozen=True)
@@ -163,7 +174,10 @@ class ConfigTable:
         for fixed in self.fixed:
             fixed.check(hf)
         values = {field.mca: field.read(hf) for field in self.fields}
-        require_ranges(values)  # before lists are made that are as long as they say
+        for field in self.fields:
+            field.check_boolean(values[field.mca])
+        # before lists are made that are as long as they say
+        require_ranges(values, {field.mca: field.hf for field in self.fields})
         values |= dict(self.constants) | read_rope(hf)
         for fact in self.facts:
             values |= fact.read(hf)
