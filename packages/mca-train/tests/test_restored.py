@@ -150,6 +150,7 @@ def test_what_was_made_of_a_dataset_goes_when_the_trainer_has_another(tmp_path: 
 
     hf: Any = SimpleNamespace(train_dataset=new(), eval_dataset={"a": new()})
     nothing: Any = None
+    hf.data_collator = loaders.collate
     data, other = StepLoaders(hf, loaders, nothing, nothing), new()
     first, evaluated = ref(hf.train_dataset), ref(other)
     for dataset in (None, hf.eval_dataset["a"], other):
@@ -180,6 +181,7 @@ def test_a_step_leaves_no_length_to_ropes(monkeypatch: pytest.MonkeyPatch) -> No
     pipeline: Any = object.__new__(Pipeline)
     pipeline._ropes, pipeline.chunks, pipeline.models, pipeline.stopwatch = {0: (rope,)}, [None], [], None
     pipeline._loss = None
-    batch: Any = SimpleNamespace(micro_batches=[1], seq_length=8, micro_batch_size=1)
+    pipeline.configs = [SimpleNamespace(mtp_num_layers=None, pipeline_model_parallel_size=1)]
+    batch: Any = SimpleNamespace(micro_batches=[1], seq_length=8, micro_batch_size=1, has_media=False)
     assert pipeline.run(batch, forward_only=True) == []
     assert rope.longest_sequence == 0
