@@ -29,7 +29,7 @@ HF_MODEL = "checkpoint.save_contents=[model,optimizer,extra,hf_model]"
 pytestmark = [
     pytest.mark.ranks,
     pytest.mark.one_fork,
-    pytest.mark.timeout(1800),
+    pytest.mark.timeout(7200),  # one fixture runs the jobs of all cases
     pytest.mark.xdist_group("verl"),
     pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="needs verl (.ci/verl.txt)"),
 ]
@@ -560,6 +560,30 @@ def test_what_is_not_supported_is_an_error_that_names_the_option(mca):
         json.loads((mca / "batch_errors.json").read_text()), BATCH_ERRORS, strict=True
     ):
         assert expected in error
+
+
+INHERITED = ["infer_batch", "train_batch"]
+"""Methods that verl writes in terms of the others."""
+
+
+def test_the_engine_has_every_method_of_verls_base_class(tmp_path):
+    program = """
+from verl.workers.engine.base import BaseEngine
+from mca_train.clients.verl.engine import McaEngine
+names = (name for name, value in vars(BaseEngine).items() if callable(value) or isinstance(value, property))
+print(*sorted(n for n in names if n[0] != "_" and getattr(McaEngine, n) is getattr(BaseEngine, n)), sep=chr(10))
+"""
+    environment = os.environ | {"MCA_DEVICE": "cpu", "VERL_USE_EXTERNAL_PLUGINS": "mca"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split()[-2:] == INHERITED
+    assert not {"to", "save_checkpoint", "prime_delta_snapshots"} & set(done.stdout.split())
 
 
 def test_a_plugin_that_cannot_be_imported_says_so(tmp_path):

@@ -170,8 +170,12 @@ class DeltaReceiver:
 
     def __init__(self, worker: TrainingWorker) -> None:
         self._engine = worker.engine
-        weights, _ = self._engine.get_per_tensor_param()
-        self._weights = {name: tensor.bfloat16().clone() for name, tensor in weights}
+        shards, _ = self._engine.get_per_tensor_param_shard()
+        own = {name: flat.view(spec.full_shape).clone() for name, flat, spec in shards if spec.contributes}
+        parts: list[dict[str, torch.Tensor]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(parts, own)
+        self._weights = {name: tensor for part in parts for name, tensor in part.items()}
+        assert len(self._weights) == sum(map(len, parts)), "several ranks send the same tensor"
         self._engine.prime_delta_snapshots()
 
     def receive(self) -> tuple[int, bool]:

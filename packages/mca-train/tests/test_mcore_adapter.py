@@ -79,6 +79,7 @@ def callback(**client):
     [
         ({"finetuning_type": "freeze"}, "finetuning_type: freeze is not supported"),
         ({"use_galore": True}, "use_galore: True is not supported .*set optimizer"),
+        ({"cache_dir": "hub"}, "cache_dir: hub is not supported .*HF_HUB_CACHE"),
         ({"model_revision": "v2"}, "model_revision: v2 is not supported .*download that revision"),
         ({"ref_model": "a"}, "ref_model: a is not supported .*the reference is the initial model"),
         ({"finetuning_type": "lora", "create_new_adapter": True}, "a new adapter in addition to others"),

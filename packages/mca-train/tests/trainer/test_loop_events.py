@@ -9,7 +9,7 @@ import pytest
 
 from mca_train.checkpoint.loop_state import PendingEvents
 from mca_train.trainer import loop as module
-from mca_train.trainer.evaluator import EvaluationStopped
+from mca_train.trainer.evaluator import EvaluationStopped, Evaluator
 from mca_train.trainer.loop import Loop
 
 
@@ -40,7 +40,10 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Any:
         log=lambda metrics: events.append(("metrics", sorted(metrics))),
         _evaluate=add("evaluate"),
         _determine_best_metric=lambda **_: True,
+        _save_checkpoint=lambda *_: events.append("save"),
     )
+    evaluator = object.__new__(Evaluator)
+    evaluator._stops_on_signal = False
     each: Any = SimpleNamespace(
         events=events,
         _hf=hf,
@@ -53,10 +56,10 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Any:
             meter=SimpleNamespace(pause=nullcontext, flush=lambda: None),
         ),
         _saver=SimpleNamespace(
-            save_checkpoint=add("save"),
             checkpoints=SimpleNamespace(finishing_on_error=nullcontext, finish=add("finish saves")),
         ),
-        _evaluator=SimpleNamespace(stops_on_signal=False),
+        _evaluator=evaluator,
+        _model="model",
         _progress=SimpleNamespace(
             started_at_step=0,
             samples=10,
@@ -114,13 +117,13 @@ def test_the_best_step_is_saved_if_the_best_is_asked_for(
     made._hf._determine_best_metric = lambda **_: best
     Loop._log_evaluate_save(made)
     assert made.events == ["evaluate", *(["save"] if saves else [])]
-    assert not made._evaluator.stops_on_signal
+    assert not made._evaluator._stops_on_signal
 
 
 @pytest.mark.parametrize("save", [False, True])
 def test_an_evaluation_that_a_signal_ends_is_put_off(save: bool, made: Any) -> None:
     def stop(*_: Any) -> None:
-        assert made._evaluator.stops_on_signal
+        assert made._evaluator._stops_on_signal
         made._hf.state.log_history.append("half")
         raise EvaluationStopped
 
@@ -130,7 +133,7 @@ def test_an_evaluation_that_a_signal_ends_is_put_off(save: bool, made: Any) -> N
     flags = made._hf.control
     assert (flags.should_save, flags.should_training_stop, flags.should_evaluate) == (True, True, False)
     assert made._progress.pending == PendingEvents(evaluation=True, save=save, end_of_epoch=True)
-    assert made._hf.state.log_history == [1, 2] and not made._evaluator.stops_on_signal
+    assert made._hf.state.log_history == [1, 2] and not made._evaluator._stops_on_signal
 
 
 @pytest.mark.parametrize(

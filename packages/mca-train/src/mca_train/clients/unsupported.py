@@ -18,6 +18,7 @@ _UNSUPPORTED: Mapping[str, str] = {
     **dict.fromkeys(("upcast_layernorm", "upcast_lmhead_output"), _HF),
     "ref_model": "remove it: the reference is the initial model",
     "ref_model_adapters": "remove it: the reference is the initial model",
+    "cache_dir": "set the variable HF_HUB_CACHE to that directory",
     "pure_bf16": "set bf16: true",
     "moe_aux_loss_coef": "set moe_aux_loss_coeff",
     "resize_vocab": "resize the checkpoint first (mca-train sft does it at load)",
