@@ -4,6 +4,7 @@ Directories are read and written by `peft_directory` and `mca_directory`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -108,6 +109,10 @@ def expected_shapes(model: McaModelConfig, pair: LoraFactors) -> tuple[tuple[int
 
 
 def _saved_faults(adapter: Adapter, param: Param) -> list[str]:
+    if adapter.saved_parts is not None:
+        with suppress(McaError):  # whose reason is found below
+            adapter.saved_parts(param)
+            return []
     shape, expected = tuple(adapter.read(param).shape), full_shape(param, adapter.model)
     if shape == expected:
         return []

@@ -30,7 +30,7 @@ from mca_models.storage.dtypes import dtype_code
 from mca_models.storage.manifest import FILE_NAME as MANIFEST
 from mca_models.storage.manifest import FileRecord, Manifest
 from mca_models.storage.safetensors import TensorInfo, plan_file, read_header
-from mca_models.storage.source import Part, checked_parts, require_same_names
+from mca_models.storage.source import Part, checked_parts, require_full_shape, require_same_names
 from mca_models.storage.writer import SafetensorsWriter
 from mca_models.templates.shapes import full_shape
 from mca_models.weights import Param
@@ -88,6 +88,7 @@ class _Shards:
 
     def parts(self, param: Param) -> tuple[Side, tuple[Part, ...]]:
         side, whole = shard_count(param, self._model.layout), full_shape(param, self._model)
+        require_full_shape(param, self._manifest.tensors[param.mca_name()].shape, self._model, self._folder)
         return side, checked_parts(param, whole, side, self._infos(param), self._model.num_experts or 1)
 
     def _infos(self, param: Param) -> list[TensorInfo]:
