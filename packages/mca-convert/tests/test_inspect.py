@@ -114,9 +114,9 @@ def test_adapters(tiny, capsys, tmp_path: Path) -> None:
 
 
 def test_a_type_that_is_not_supported_without_weights(tmp_path: Path, capsys) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "rwkv"}))
     found = inspected(tmp_path, capsys, code=1)
-    assert found["problem"].startswith("model_type 'mamba' is not supported: state space")
+    assert found["problem"].startswith("model_type 'rwkv' is not supported: state space")
 
 
 def test_nothing(tmp_path: Path, capsys) -> None:

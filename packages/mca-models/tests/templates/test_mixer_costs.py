@@ -134,7 +134,7 @@ def test_a_mamba_layer_keeps_b_and_c_of_groups_and_the_rest_of_heads(norm: str, 
 
 
 def test_a_selective_scan_keeps_steps_of_channels_and_norms_of_all() -> None:
-    own = SimpleNamespace(scan_channels=48, scan_step_rank=7, scan_state_dim=KEY)
+    own = SimpleNamespace(scan_channels=48, scan_step_rank=7, scan_state_dim=KEY, scan_norm="plain")
     model: Any = SimpleNamespace(selective_scan=own, hidden_size=HIDDEN)
     channels = TOKENS * 48 / TP
     assert saved(SCAN_COSTS, model) == {
