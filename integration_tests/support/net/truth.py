@@ -137,7 +137,8 @@ class _Run:
         of_words = [parameter for module in ends for parameter in module.parameters()]
         groups = []
         for name, p in self.trained:
-            matrix = p.dim() > 1 and not name.endswith(("bias", "A_log")) and "norm" not in name
+            is_vector = name.endswith("bias") or "norm" in name or (name.endswith("A_log") and p.dim() == 4)
+            matrix = p.dim() > 1 and not is_vector  # 4: Kimi's rates of heads, a vector in Megatron
             outer = apart is not None and any(p is each for each in of_words)
             highest = float(apart) if outer and apart is not None else self.base
             rates = {"highest": highest, "least": self._least(outer=outer)}
