@@ -89,8 +89,8 @@ def layout() -> Drawing:
         place = grid.coordinates(rank)
         x, y = 150 + 250 * place.pp + 100 * place.tp, 45 + 120 * place.dp
         picture.box(x, y, 98, 90, _COLOURS[place.tp], f"rank {rank}\nhalf {place.tp} of\neach matrix")
-    told = "side by side: a tensor group; one above the other: a data group; arrows: a pipeline"
-    picture.words(320, 288, told, "middle")
+    caption = "side by side: a tensor group; one above the other: a data group; arrows: a pipeline"
+    picture.words(320, 288, caption, "middle")
     return picture
 
 

@@ -30,9 +30,19 @@ def carried(work: list[tuple[Path, torch.Tensor, torch.Tensor, str]], folder: Pa
         tower = [each for item, each in model.local_params() if item.param.mca.startswith("vision_model.")]
         assert not any(tensor.requires_grad for tensor in tower)
         found.append(float((model.logits(input_ids) - logits).abs().max()))
+        if layout == "tp1":
+            require_positional(model.chunks[0], input_ids)
         model.save_pretrained_as_hf(folder / f"{path.name}-{layout}-hf")
         model.save_pretrained(folder / f"{path.name}-{layout}-mca")
     return found
+
+
+def require_positional(chunk: Any, input_ids: torch.Tensor) -> None:
+    """Megatron's own loops give a chunk its inputs by position."""
+    positions = torch.arange(input_ids.shape[1]).expand_as(input_ids)
+    with torch.no_grad():
+        named = chunk(input_ids=input_ids, position_ids=positions, attention_mask=None)
+        assert torch.equal(chunk(input_ids, positions, None), named)
 
 
 @pytest.fixture(scope="module")

@@ -156,6 +156,8 @@ def test_an_fp64_base_is_merged_in_fp64(tiny, tmp_path: Path) -> None:
     weights = {
         name: w.double() + torch.rand(w.shape, dtype=torch.float64) * 1e-9 for name, w in weights.items()
     }
+    sibling = "model.layers.0.self_attn.k_proj.weight"
+    weights[sibling][0, 0] = 1 + 2**-8 + 2**-30  # in fp32 halfway between two numbers of bf16
     save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
     config = peft.LoraConfig(
         r=3, init_lora_weights=False, target_modules=["q_proj"], modules_to_save=["lm_head"]
@@ -171,6 +173,11 @@ def test_an_fp64_base_is_merged_in_fp64(tiny, tmp_path: Path) -> None:
     for name, tensor in load_file(tmp_path / "out" / "model.safetensors").items():
         assert tensor.dtype == torch.float64
         torch.testing.assert_close(tensor, expected[name], atol=1e-14, rtol=1e-14)  # sums of 3 products
+    run(
+        *("--checkpoint_path", base, "--adapter_path", tmp_path / "adapter", "--merge", "--bf16"),
+        *("--output_path", tmp_path / "bf16"),
+    )
+    assert load_file(tmp_path / "bf16" / "model.safetensors")[sibling][0, 0] == 1 + 2**-7
 
 
 def planned(capsys, *arguments: object) -> dict:

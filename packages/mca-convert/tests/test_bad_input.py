@@ -91,6 +91,11 @@ def test_a_pickle_that_is_none_and_one_of_another_name_are_told(source: Path, tm
 
 @pytest.mark.parametrize(("change", "message"), [
     ({"model_type": "no_such_model"}, "model_type 'no_such_model' is not supported; supported: "),
+    ({"model_type": "jamba", "mamba_expand": "2"}, "'mamba_expand' is '2'; expected a number"),
+    (
+        {"model_type": "mamba2", "expand": 3, "num_heads": 8, "head_dim": 16, "hidden_size": 64},
+        "'expand' is 3; expected num_heads x head_dim / hidden_size, 2",
+    ),
     ({"model_type": "rwkv"}, "model_type 'rwkv' is not supported: state space or recurrent layers"),
     ({"hidden_act": "relu"}, "'hidden_act' is 'relu'"),
     ({"num_hidden_layers": 5}, "9 missing tensors (model.layers.4."),

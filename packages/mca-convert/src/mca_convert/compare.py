@@ -264,7 +264,8 @@ def _different(first: NumpyArray, second: NumpyArray, tolerance: float | None) -
         bits = f"u{first.itemsize}"
         same = first.view(bits) == second.view(bits)
     else:
-        one, two = first.astype(np.float64), second.astype(np.float64)
+        wide = "f8" if "float64" in (first.dtype.name, second.dtype.name) else "f4"
+        one, two = first.astype(wide), second.astype(wide)
         with np.errstate(invalid="ignore"):
             close = np.abs(one - two) <= tolerance
         same = close | (one == two) | (np.isnan(one) & np.isnan(two))

@@ -26,7 +26,7 @@ from mca_convert.non_finite import Notes, count_by_name, non_finite_error, non_f
 from mca_convert.output import format_size
 from mca_convert.pool import Limits, too_many_files
 from mca_convert.reader import computed_bytes
-from mca_convert.request import OptionsError, Request, conversion_target, target_layout
+from mca_convert.request import Request, conversion_target, target_layout
 from mca_models.checkpoint.config_only import ConfigOnlySource
 from mca_models.checkpoint.hf_directory import StoredTensor, has_weights
 from mca_models.checkpoint.hf_writer import METADATA
@@ -124,8 +124,6 @@ class ConversionPlan:
         """Return the result of ``step``; on an error record it and return None."""
         try:
             return step()
-        except OptionsError:
-            raise
         except McaError as error:
             reason = str(error)
         except OSError as error:

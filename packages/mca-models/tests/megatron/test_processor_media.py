@@ -1,4 +1,4 @@
-"""Where the media of a processor's outputs are among the tokens of a sequence."""
+"""Locations of the media of a processor's outputs among the tokens of a sequence."""
 
 from types import SimpleNamespace
 from typing import Any

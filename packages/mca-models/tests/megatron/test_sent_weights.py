@@ -1,4 +1,4 @@
-"""What a receiver of weights finds wrong, and which bytes each replica writes of a file."""
+"""Errors of a receiver of weights, and the bytes that each replica writes of a file."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -61,7 +61,7 @@ READ: dict[tuple[str, str], Any] = {
     ("index_or_more", "0"): [0],
     ("index_or_more", "-1"): [-1],
 }
-"""What a reader returns where that is not the value itself."""
+"""Returned values that differ from the given ones."""
 
 
 @pytest.mark.parametrize("reader", READERS)

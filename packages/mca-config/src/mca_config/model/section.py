@@ -123,8 +123,8 @@ def range_problems(
     """Yield an error for each of ``values`` that is out of its field's range or not finite.
 
     Args:
-        values: By field.
-        types: Of the fields.
+        values: The values by field.
+        types: Number types and range of each field.
         keys: Other names for fields in the errors.
     """
     for name, (_, bounds) in types.items():

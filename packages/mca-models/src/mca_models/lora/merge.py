@@ -195,11 +195,11 @@ class MergedTensor(LazyTensorBase):
         return out
 
     def _block(self, start: int, stop: int) -> NumpyArray:
-        """Rows ``start:stop`` in their stored dtype, or in fp32 where they are to be cast or the adapter saved them."""
+        """Rows ``start:stop`` in their stored dtype, or wide where they are to be cast or the adapter saved them."""
         own = numpy_dtype(self.source.stored_dtype(self.param, self.number))
         weight = self._stored(start, stop, own)
         if numpy_dtype(self.dtype) != own:
-            weight = weight.astype(np.float32)
+            weight = weight.astype(_work(own))
         for pair, b, rows in self.source.factors_on(self.param, self.number):
             a = self.source.adapter.read(pair.a)
             if pair.target.transposed:
@@ -256,7 +256,8 @@ class MergedTensor(LazyTensorBase):
             return np.asarray(saved.from_full(adapter.read(saved))[self.number][start:stop])
         side, parts = adapter.saved_parts(saved)
         gather = plan_gathers(saved, full, side, HF)[self.number]
-        return self._rows(gather, parts, start, stop, numpy_dtype(parts[0].info.dtype))
+        stored = parts[gather.moves[0].part if gather.moves else 0].info
+        return self._rows(gather, parts, start, stop, numpy_dtype(stored.dtype))
 
     def _rows(
         self, gather: Gather, parts: Sequence[Part], start: int, stop: int, dtype: NumpyDtype

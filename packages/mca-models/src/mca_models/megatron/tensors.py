@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mca_models.storage.cast import can_overflow, overflow
+from mca_models.storage.cast import can_overflow, overflow, round_to_odd
 from mca_models.storage.dtypes import numpy_dtype
 from mca_models.weights.arrays import NumpyArray
 
@@ -41,7 +41,7 @@ def copy_finite(target: Tensor, source: Tensor, name: str) -> None:
     Raises:
         McaError: A finite value of tensor ``name`` becomes infinite.
     """
-    target.copy_(source)
+    target.copy_(_odd(source, target.dtype))
     _require_finite(source, target, name)
 
 
@@ -51,9 +51,16 @@ def cast_finite(source: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     Raises:
         McaError: A finite value of tensor ``name`` becomes infinite.
     """
-    target = source.to(dtype)
+    target = _odd(source, dtype).to(dtype)
     _require_finite(source, target, name)
     return target
+
+
+def _odd(source: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``source``, from fp64 to bf16 rounded to odd fp32 first, because torch rounds twice."""
+    if (source.dtype, dtype) != (torch.float64, torch.bfloat16):
+        return source
+    return torch.from_numpy(round_to_odd(source.detach().cpu().contiguous().numpy()))
 
 
 def _require_finite(source: Tensor, target: Tensor, name: str) -> None:

@@ -1,8 +1,9 @@
-"""Layers of a mixer alone: HF ``MambaForCausalLM``, ``FalconMambaForCausalLM``, ``Mamba2ForCausalLM``."""
+"""Models of state space layers only: HF ``MambaForCausalLM``, ``FalconMambaForCausalLM``, ``Mamba2ForCausalLM``."""
 
 import math
 from dataclasses import replace
 
+from mca_config.errors import HfConfigError
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
 from mca_models.templates.config_table import SILU, ConfigTable, Field, Fixed, HfConfig
@@ -10,7 +11,7 @@ from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
 from mca_models.templates.parts.common import embedding, head, renamed
 from mca_models.templates.parts.mamba import fields, least_step, mamba, require_groups
-from mca_models.templates.parts.selective_scan import KIND, scanned, step_rank
+from mca_models.templates.parts.selective_scan import KIND, expanded, scanned, step_rank
 from mca_models.weights import Param, expand_rules
 
 NAMES = {
@@ -19,7 +20,7 @@ NAMES = {
 }
 
 
-def layers_alone(hf: HfConfig, kind: str) -> JsonObject:
+def mixer_only_layers(hf: HfConfig, kind: str) -> JsonObject:
     """Return fields of layers of one kind; heads of attention, which no layer has, divide by any number of ranks."""
     layers, hidden = hf["num_hidden_layers"], hf["hidden_size"]
     return {
@@ -41,7 +42,7 @@ SIZES = (
 CONFIG = ConfigTable(
     fields=(
         *SIZES,
-        Field("scan_channels", "intermediate_size", lambda hf: int(hf.get("expand", 2) * hf["hidden_size"])),
+        Field("scan_channels", "intermediate_size", lambda hf: expanded(hf, "expand")),
         Field("scan_state_dim", "state_size", 16),
         Field("scan_conv_kernel_dim", "conv_kernel", 4),
         Field("scan_conv_bias", "use_conv_bias", True),
@@ -55,7 +56,7 @@ CONFIG = ConfigTable(
         "scan_norm": "none",
     },
     fixed=(SILU, Fixed("use_bias", (False,), "projections of state space layers have no biases")),
-    facts=(Lens(lambda hf: layers_alone(hf, KIND)), step_rank("time_step_rank")),
+    facts=(Lens(lambda hf: mixer_only_layers(hf, KIND)), step_rank("time_step_rank")),
 )
 
 
@@ -88,7 +89,13 @@ FALCON = replace(
 def read_mamba2(hf: HfConfig) -> JsonObject:
     """Derive layers of Mamba 2 alone, and the shortest time step."""
     require_groups(hf["num_heads"], hf["n_groups"])
-    return {**layers_alone(hf, "mamba"), "mamba_least_step": least_step(hf)}
+    heads = hf["num_heads"] * hf.get("head_dim", 64)
+    if expanded(hf, "expand") != heads:
+        raise HfConfigError(
+            f"config.json: 'expand' is {hf.get('expand', 2)!r}; expected num_heads x head_dim / hidden_size, "
+            f"{heads / hf['hidden_size']:g}"
+        )
+    return {**mixer_only_layers(hf, "mamba"), "mamba_least_step": least_step(hf)}
 
 
 def write_mamba2(values: Values) -> HfConfig:

@@ -170,7 +170,7 @@ class _ImageInputs:
             if sends:
                 self._receive(model, rows, packed)
         elif images is None:
-            self._use_no_features(model, kwargs["input_ids"], sends=sends)
+            self._use_no_features(model, kwargs["input_ids"] if sends else None)
         else:
             self._require_support(model, sends=sends)
             if inner := self._use_features(model, images, rows, packed, sends=sends):
@@ -201,12 +201,12 @@ class _ImageInputs:
             self._embedded += [_Embedded(features, each) for each in further]
         return [_scatter_features(each, local) for each in inner]
 
-    def _use_no_features(self, model: GptModel, input_ids: Tensor, *, sends: bool) -> None:
-        """Connect the trained tower to the embeddings of a micro-batch without media."""
+    def _use_no_features(self, model: GptModel, input_ids: Tensor | None) -> None:
+        """Connect the trained tower to the embeddings of a micro-batch without media; of ``input_ids`` send zeros."""
         trained, layers = self._trained(), model.config.mtp_num_layers or 0
         if trained and torch.is_grad_enabled():  # the same graph up to the embeddings, without features
             self._embedded = [_Embedded(empty_features(model.vision_model, self._config, trained), None)]
-        if sends:
+        if input_ids is not None:
             length, parameter = self._local(input_ids).shape[0], next(model.embedding.parameters())
             none = parameter.new_zeros(length, len(input_ids), self._config.hidden_size)
             self._sent.add((none,) * layers)

@@ -37,8 +37,16 @@ def step_rank(key: str) -> Lens:
     return Lens(read, lambda values: {key: values["scan_step_rank"]})
 
 
+def expanded(hf: HfConfig, key: str) -> int:
+    """Return the number of channels inside a layer, the factor ``key`` times the hidden size."""
+    factor = hf.get(key, 2)
+    if isinstance(factor, bool) or not isinstance(factor, int | float):
+        raise HfConfigError(f"config.json: {key!r} is {factor!r}; expected a number")
+    return int(factor * hf["hidden_size"])
+
+
 CHANNELS = Lens(
-    lambda hf: {"scan_channels": hf.get("mamba_expand", 2) * hf["hidden_size"]},
+    lambda hf: {"scan_channels": expanded(hf, "mamba_expand")},
     lambda values: {"mamba_expand": values["scan_channels"] // values["hidden_size"]},
 )
 

@@ -71,7 +71,7 @@ class VisionValues:
         return (value,) if isinstance(value, int) else tuple(value)
 
     def kinds(self, key: str, default: Sequence[str], *known: str) -> tuple[str, ...]:
-        """Return the kind of each layer, of those that are ``known``; of as many layers as ``default`` has."""
+        """Return the kind of each layer, one of ``known``; ``default`` gives the number of layers."""
 
         def fits(value: Typed) -> bool:
             listed = isinstance(value, list | tuple) and len(value) == len(default)
