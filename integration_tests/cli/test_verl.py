@@ -574,13 +574,8 @@ names = (name for name, value in vars(BaseEngine).items() if callable(value) or 
 print(*sorted(n for n in names if n[0] != "_" and getattr(McaEngine, n) is getattr(BaseEngine, n)), sep=chr(10))
 """
     environment = os.environ | {"MCA_DEVICE": "cpu", "VERL_USE_EXTERNAL_PLUGINS": "mca"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program],
-        env=environment,
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-    )
+    command = [sys.executable, "-W", "ignore", "-c", program]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.split()[-2:] == INHERITED
     assert not {"to", "save_checkpoint", "prime_delta_snapshots"} & set(done.stdout.split())

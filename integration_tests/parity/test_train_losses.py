@@ -1,6 +1,7 @@
 """Packed rows, smoothed labels and other losses train as the plain thing does."""
 
 import logging
+from collections.abc import Callable
 from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
@@ -180,23 +181,65 @@ def test_chunks_take_less_memory_than_whole_logits(tmp_path):
     assert chunked < whole - 0.3 * logits, (whole, chunked, logits)  # resident memory: allocators keep some
 
 
-def told_in_python(checkpoint: Path, output: Path) -> list[str]:
+def python_errors(checkpoint: Path, output: Path) -> list[str]:
     """Return the trainer's messages about arguments that Hugging Face's accepts, and about wrong ones."""
+    from mca_models import AutoModel
+
+    args = arguments(output)
+    model = AutoModel.from_pretrained(checkpoint, args)
+    good = {"model": model, "args": args, "train_dataset": samples(8)}
+    return [*constructor_errors(checkpoint, output, good), *attribute_errors(good)]
+
+
+def constructor_errors(checkpoint: Path, output: Path, good: dict[str, Any]) -> list[str]:
+    """Return the messages about what a trainer is made of."""
     import transformers
 
-    from mca_config.errors import McaError
     from mca_models import AutoModel
+    from mca_train import McaTrainer
+
+    class OnLogits(McaTrainer):
+        wants_logits = True
+
+    def with_args(**given: Any) -> dict[str, Any]:
+        return good | {"args": arguments(output, **given)}
+
+    changed = arguments(output)
+    built_before = AutoModel.from_pretrained(checkpoint, changed)
+    changed.hidden_dropout, changed.bf16 = 0.5, True
+    theirs = transformers.TrainingArguments(output_dir=str(output), use_cpu=True)
+    another = {
+        **{"hidden_dropout": 0.5, "context_parallel_size": 2},
+        **{"bf16": True, "gradient_checkpointing": True},
+    }
+    alike = {
+        **{"hidden_dropout": 0.0, "expert_tensor_parallel_size": 1, "moe_z_loss_coeff": 0.1},
+        **{"optimizer": "sgd", "calculate_per_token_loss": True},
+    }
+    quietly(lambda: McaTrainer(**with_args(**alike)))
+    rounded = arguments(output, bf16=True)
+    explicit = AutoModel.from_pretrained(checkpoint, rounded, dtype="float32")
+    quietly(lambda: McaTrainer(**(good | {"args": rounded, "model": explicit})))
+    return messages(
+        lambda: McaTrainer(**with_args(**another)),
+        lambda: McaTrainer(**(good | {"args": changed, "model": built_before})),
+        lambda: McaTrainer(**(good | {"model": torch.nn.Linear(1, 1)})),
+        lambda: McaTrainer(**(good | {"args": theirs})),
+        lambda: McaTrainer(**with_args(lr_scheduler_type="warmup_stable_decay")),
+        lambda: McaTrainer(**with_args(sequence_packing=True), data_collator=lambda rows: {}),
+        lambda: OnLogits(**with_args(label_smoothing_factor=0.1)),
+    )
+
+
+def attribute_errors(good: dict[str, Any]) -> list[str]:
+    """Return the messages of methods, and about attributes that are set after construction."""
+    import transformers
+
     from mca_train import McaTrainer
 
     class OneNumber(McaTrainer):
         def compute_loss(self, output: torch.Tensor, batch: Any, **_: Any) -> Any:
             return output.mean()
-
-    args = arguments(output)
-    model = AutoModel.from_pretrained(checkpoint, args)
-
-    class OnLogits(McaTrainer):
-        wants_logits = True
 
     shown: list[object] = []
 
@@ -204,77 +247,53 @@ def told_in_python(checkpoint: Path, output: Path) -> list[str]:
         def on_train_begin(self, *_: Any, train_dataloader: Any = None, **__: Any) -> None:
             shown.append(train_dataloader)
 
-    changed = arguments(output)
-    built_before = AutoModel.from_pretrained(checkpoint, changed)
-    changed.hidden_dropout, changed.bf16 = 0.5, True
-    theirs = transformers.TrainingArguments(output_dir=str(output), use_cpu=True)
-    unfinished = arguments(output, lr_scheduler_type="warmup_stable_decay")
-    packing = arguments(output, sequence_packing=True)
-    smoothed = arguments(output, label_smoothing_factor=0.1)
-    good = {"model": model, "args": args, "train_dataset": samples(8)}
-    another = {
-        "hidden_dropout": 0.5,
-        "context_parallel_size": 2,
-        "bf16": True,
-        "gradient_checkpointing": True,
-    }
-    alike = {
-        "hidden_dropout": 0.0,
-        "expert_tensor_parallel_size": 1,
-        "moe_z_loss_coeff": 0.1,
-        "optimizer": "sgd",
-    }
-    alike["calculate_per_token_loss"] = True
-    quietly(lambda: McaTrainer(**(good | {"args": arguments(output, **alike)})))
-    wrong = [
-        lambda: McaTrainer(**(good | {"args": arguments(output, **another)})),
-        lambda: McaTrainer(**(good | {"args": changed, "model": built_before})),
-        lambda: McaTrainer(**(good | {"model": torch.nn.Linear(1, 1)})),
-        lambda: McaTrainer(**(good | {"args": theirs})),
-        lambda: McaTrainer(**(good | {"args": unfinished})),
-        lambda: McaTrainer(**good).predict(samples(2)),
-        lambda: OneNumber(**good).train(),
-        lambda: McaTrainer(**(good | {"train_dataset": [{"text": "a"}] * 8})).train(),
-        lambda: McaTrainer(
-            **good, data_collator=lambda rows: {"input_ids": [[1]]}, callbacks=[Begin()]
-        ).train(),
-        lambda: McaTrainer(**(good | {"args": packing}), data_collator=lambda rows: {}),
-        lambda: OnLogits(**(good | {"args": smoothed})),
-    ]
-    failing = quietly(lambda: OneNumber(**good, eval_dataset={"some": samples(2)}))
-    attributes = {
-        "compute_metrics": print,
-        "compute_loss_func": print,
-        "data_collator": lambda rows: {"input_ids": [[1]]},
-        "optimizer": torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]),
-        "lr_scheduler": object(),
-    }
+    def collated(rows: Any) -> dict[str, Any]:
+        return {"input_ids": [[1]]}
 
     def set_since(**values: Any) -> Any:
         trainer = McaTrainer(**good)
         vars(trainer).update(values)
         return trainer
 
+    failing = quietly(lambda: OneNumber(**good, eval_dataset={"some": samples(2)}))
+    attributes = {
+        **{"compute_metrics": print, "compute_loss_func": print, "data_collator": collated},
+        "optimizer": torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]),
+        "lr_scheduler": object(),
+    }
+    quietly(lambda: set_since(optimizer=None).evaluate(samples(2)))  # to free memory
     signals = failing.metrics
-    wrong += [lambda: failing.evaluate(samples(2)), lambda: failing.evaluate("other")]
-    wrong += [set_since(**{name: value}).train for name, value in attributes.items()]
-    wrong += [
+    reported = messages(
+        lambda: McaTrainer(**good).predict(samples(2)),
+        lambda: OneNumber(**good).train(),
+        lambda: McaTrainer(**(good | {"train_dataset": [{"text": "a"}] * 8})).train(),
+        lambda: McaTrainer(**good, data_collator=collated, callbacks=[Begin()]).train(),
+        lambda: failing.evaluate(samples(2)),
+        lambda: failing.evaluate("other"),
+        *[set_since(**{name: value}).train for name, value in attributes.items()],
         lambda: set_since(compute_metrics=print).evaluate(samples(2)),
         McaTrainer(**good).create_optimizer,
-    ]
-    wrong += [lambda: McaTrainer(**good).create_optimizer_and_scheduler(3)]
-    reported = []
-    for call in wrong:
-        with pytest.raises(McaError) as error:
-            quietly(call)
-        reported.append(str(error.value))
+        lambda: McaTrainer(**good).create_optimizer_and_scheduler(3),
+    )
     assert [type(loader).__name__ for loader in shown] == ["DataLoader"]
     assert failing.metrics is signals  # training's go on after an evaluation that failed
     return reported
 
 
+def messages(*calls: Callable[[], object]) -> list[str]:
+    """Return the message of the error of each of ``calls``."""
+    from mca_config.errors import McaError
+
+    reported = []
+    for call in calls:
+        with pytest.raises(McaError) as error:
+            quietly(call)
+        reported.append(str(error.value))
+    return reported
+
+
 def test_what_python_gives_wrongly_is_one_line(checkpoint, tmp_path):
-    (reported,) = run_ranks(1, told_in_python, checkpoint, tmp_path)
+    (reported,) = run_ranks(1, python_errors, checkpoint, tmp_path)
     expected = [
         "args differ from those that the model was built with: context_parallel_size 2 (the model has 1), bf16 True "
         "(the model has float32), hidden_dropout 0.5 (the model has 0.0), recompute_granularity full (the model has No",
@@ -282,12 +301,12 @@ def test_what_python_gives_wrongly_is_one_line(checkpoint, tmp_path):
         "model is a Linear; expected what mca_models.AutoModel.from_pretrained returns",
         "expected mca_config.TrainingArguments",
         "warmup_stable_decay with lr_scheduler_kwargs {}: ",
+        "sequence_packing is not supported with data_collator",
+        "label_smoothing_factor is not supported with wants_logits; remove it",
         "McaTrainer.predict is not supported; use evaluate",
         "OneNumber.compute_loss returned tensor(",
         "a sample of the dataset has text; expected 'input_ids'",
         "data_collator made no tensor 'input_ids'",
-        "sequence_packing is not supported with data_collator",
-        "label_smoothing_factor is not supported with wants_logits; remove it",
         "OneNumber.compute_loss returned tensor(",
         "eval_dataset has no dataset 'other'; it has: some",
         "compute_metrics was set on the trainer, which has no effect (evaluation computes the loss only; ov",

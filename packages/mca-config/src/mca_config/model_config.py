@@ -459,7 +459,7 @@ def require_ranges(values: Values, keys: Mapping[str, str] = MappingProxyType({}
     """Check that flat fields are in range, before anything of the size that they state is allocated.
 
     Args:
-        values: By field.
+        values: The values by field.
         keys: Other names for fields in the errors: those of the file that they come from.
 
     Raises:

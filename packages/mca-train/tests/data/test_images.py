@@ -131,7 +131,7 @@ WRONG = {
         **asked({"type": "image", "path": "small.png"}, text("?")),
         "images": ["small.png"],
     },
-    "row 0: a part of type image has file, and no file: expected one of image, image_url, path": asked(
+    "row 0: a part of type image has file, which is not read; put its file or data into one of image, ": asked(
         {"type": "image", "file": "small.png"}, text("?")
     ),
     "row 0: 1 placeholder of images .* but 0 images": {**asked({"type": "image"}, text("?")), "images": []},

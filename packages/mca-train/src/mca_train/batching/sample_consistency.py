@@ -6,7 +6,7 @@ the same number of samples in the same order. Every rank raises the error.
 
 import random
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from mca_train.types import SampleSource
 
 RANDOM = -1
 """Checksum of samples that are drawn whenever they are read."""
+_READS = 4  # samples that change now and then do so between these
 _REMEDY = (
     "sample i must be the same on every rank: set a seed for every shuffle, split and draw, and do not shard the "
     "dataset "
@@ -45,7 +46,9 @@ def combine_checksums(first: int, second: int) -> int:
 
 
 def probe_checksum(dataset: SampleSource, size: int) -> int:
-    """Return a checksum of the first, the middle and the last sample's tokens; `RANDOM` if they differ when read again.
+    """Return a checksum of the first, the middle and the last sample's tokens.
+
+    It is `RANDOM` if they differ when read again, or if a collator makes the tokens of them.
 
     Args:
         dataset: Dataset with an index.
@@ -54,17 +57,19 @@ def probe_checksum(dataset: SampleSource, size: int) -> int:
     states = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng([]):
-            first, again = (checksum(_probe_tokens(dataset, size)) for _ in range(2))
+            reads = [list(_probe_tokens(dataset, size)) for _ in range(_READS)]
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])
-    return first if first == again else RANDOM
+    found = {checksum(read) for read in reads}
+    return found.pop() if reads[0] and len(found) == 1 else RANDOM
 
 
 def _probe_tokens(dataset: SampleSource, size: int) -> Iterator[Tensor]:
     for index in sorted({0, size // 2, size - 1}):
         for sequence in split_sequences(dataset[index]):
-            yield torch.as_tensor(sequence["input_ids"]).long()
+            if isinstance(sequence, Mapping) and "input_ids" in sequence:
+                yield torch.as_tensor(sequence["input_ids"]).long()
 
 
 def require_same_samples(ranks: Ranks, mine: int, when: str) -> None:

@@ -23,23 +23,24 @@ class Choice(str, enum.Enum):  # noqa: UP042  (as transformers.utils.ExplicitEnu
 
 
 @cache
-def hf_fields() -> type:
+def hf_fields(*, all_optimizers: bool = True) -> type:
     """Return a dataclass with the fields of Hugging Face's ``TrainingArguments``: names, types, defaults, help texts.
 
     They are read from the source of the installed transformers, with the enumerations of their choices: its import
-    takes seconds, ``--help`` 0.2 s. Of the optimizers those remain that Megatron has.
+    takes seconds, ``--help`` 0.2 s. If the source cannot be read in this way, return the class itself.
 
-    If the source cannot be read in this way, return the class itself.
+    Args:
+        all_optimizers: False: among the choices of ``optim`` are only those that Megatron has.
     """
     try:
-        return read_hf_fields()
+        return read_hf_fields(all_optimizers=all_optimizers)
     except Exception:  # the source of another version may differ in any way
         from mca_config.training import TrainingArguments
 
         return TrainingArguments
 
 
-def read_hf_fields() -> type:
+def read_hf_fields(*, all_optimizers: bool = True) -> type:
     """Return that dataclass from the source; any error means that the source is of another form."""
     found = find_spec("transformers")
     assert found is not None and found.origin is not None
@@ -50,7 +51,9 @@ def read_hf_fields() -> type:
         node.body = [each for part in node.body for each in _fields_and_constants(part)]
         node.decorator_list = []
         if node.name == _OPTIMIZERS:
-            node.body = [part for part in node.body if is_supported_optimizer(_constant(part))]
+            node.body = [
+                part for part in node.body if all_optimizers or is_supported_optimizer(_constant(part))
+            ]
     known = {_WORDS: Choice, "field": dataclasses.field, "Any": object, "Literal": typing.Literal}
     known |= {"ParallelismConfig": object, "trainer_log_levels": {}}
     exec(compile(ast.Module([*kept], []), str(found.origin), "exec"), known)

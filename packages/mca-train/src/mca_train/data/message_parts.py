@@ -86,7 +86,8 @@ def require_no_unread_keys(part: Mapping[str, object], kind: str) -> None:
     if unread := [str(key) for key, value in part.items() if key != "type" and _is_set(value)]:
         keys = ", ".join(_KEYS[kind])
         raise McaError(
-            f"a part of type {part.get('type', kind)} has {', '.join(unread)}, and no file: expected one of {keys}"
+            f"a part of type {part.get('type', kind)} has {', '.join(unread)}, which is not read; put its file or data "
+            f"into one of {keys}"
         )
 
 

@@ -52,7 +52,7 @@ def task_keys(task: Task) -> tuple[Key, ...]:
         ("ranks of this machine", LaunchArguments),
         ("LoRA", LoraArguments),
         ("Megatron: parallelism, experts, optimizer, checkpoints", MegatronArguments),
-        ("Hugging Face's TrainingArguments", hf_fields()),
+        ("Hugging Face's TrainingArguments", hf_fields(all_optimizers=False)),
     ]
     found: dict[str, Key] = {}
     for group, cls in groups:

@@ -1,8 +1,9 @@
 """Columns of local files, read without the libraries that load rows, which take seconds to import."""
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 from mca_config.errors import raised_problems
 from mca_train.config.arguments import DataArguments
@@ -52,17 +53,14 @@ def read_columns(file: str, key: str) -> tuple[str, ...] | None:
         return None
 
 
-def _keys(lines: Iterable[str]) -> tuple[str, ...] | None:
-    """Return all keys of the rows in the first block; None if a line is no row."""
+def _keys(lines: TextIO) -> tuple[str, ...] | None:
+    """Return all keys of the rows in the first block; None if a line is no row, or longer than the block."""
     names: dict[str, None] = {}
     size = 0
-    for line in lines:
+    while size < _READ and (line := lines.readline(_READ)):
         if line.strip():
-            row = json.loads(line)
-            if not isinstance(row, dict):
+            if not line.lstrip().startswith("{") or len(line) == _READ:
                 return None
-            names.update(dict.fromkeys(row))
+            names.update(dict.fromkeys(json.loads(line)))
         size += len(line)
-        if size >= _READ:
-            break
     return tuple(names) or None

@@ -166,9 +166,10 @@ class HfTrainer(Trainer):  # type: ignore[misc]
         handler.model, handler.optimizer, handler.lr_scheduler = self._view, optimizer, scheduler
 
     def has_other_optimizer(self) -> bool:
-        """Return True if ``optimizer`` or ``lr_scheduler`` was set to another than `set_optimizer` did."""
-        optimizer, scheduler = self._own_optimizer
-        return self.optimizer is not optimizer or self.lr_scheduler is not scheduler
+        """Return True if ``optimizer`` or ``lr_scheduler`` is set, to another than by `set_optimizer`."""
+        current = self.optimizer, self.lr_scheduler
+        pairs = zip(current, self._own_optimizer, strict=True)
+        return any(now is not None and now is not own for now, own in pairs)
 
     def create_optimizer(self, model: object = None) -> Never:
         """Raise an error: the optimizer is Megatron's."""

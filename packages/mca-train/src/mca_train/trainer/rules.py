@@ -316,7 +316,8 @@ def _entry(layout: ParallelLayout, name: str) -> Typed:
 
 def _precision(model: VirtualModels, args: "TrainingArguments") -> Iterator[str]:
     for name, dtype in _PRECISIONS.items():
-        if getattr(args, name) and model.config.dtype != dtype:
+        was = getattr(model.args, name, None)  # the model was built with it, and with an explicit dtype
+        if getattr(args, name) and model.config.dtype != dtype and getattr(args, name) != was:
             yield _differs(name, True, model.config.dtype)
 
 
