@@ -67,7 +67,7 @@ def _run(known: Program, words: list[str]) -> int:
     is_rank = started_by_launcher() and command != "plan"
     if not is_rank:
         one_thread_until_forked()  # before torch is imported below
-    fails = _fails_on_rank if is_rank else _fails_before_imports
+    fails = _fails_on_first_rank if is_rank else _fails_before_imports
     if "torch" not in sys.modules and fails(command, kind, values, where, options):
         return 2
     if command == "tokenize":
@@ -90,23 +90,20 @@ def _run(known: Program, words: list[str]) -> int:
     return run(kind, values, where, again)
 
 
-def _fails_on_rank(command: str, kind: Task | None, values: Values, where: str, options: "Namespace") -> bool:
-    """Check a run on a rank that torchrun or another launcher started.
+def _fails_on_first_rank(
+    command: str, kind: Task | None, values: Values, where: str, options: "Namespace"
+) -> bool:
+    """Check a run on rank 0 of torchrun or another launcher; all ranks check it again after the imports.
 
     Returns:
-        True if the run is wrong and the first rank of this machine, which raises the error, is another one.
+        False, because mistakes are raised.
     """
-    from mca_train.launch.environment import LISTENER
+    from mca_train.launch.environment import LISTENER, is_first
     from mca_train.run.settings import check_run
 
-    if LISTENER in os.environ or kind is None or command != kind.name:
-        return False  # mca-train has checked the run before it started the rank
-    try:
+    is_checked = LISTENER in os.environ  # by mca-train, before it started the rank
+    if is_first() and not is_checked and kind is not None and command == kind.name:
         check_run(kind, values, where, launched=True)
-    except McaError:
-        if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-            raise
-        return True
     return False
 
 

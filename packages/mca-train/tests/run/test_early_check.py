@@ -1,5 +1,7 @@
 """Errors of usage are reported before torch and transformers are imported, as the checks after the imports do."""
 
+import argparse
+import contextlib
 import inspect
 import json
 import os
@@ -16,6 +18,7 @@ from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 from transformers.trainer_utils import SchedulerType
 
 from mca_config.errors import McaError
+from mca_train.cli import _fails_on_first_rank
 from mca_train.config import early_rules
 from mca_train.run.early_columns import read_columns
 from mca_train.run.rules import check
@@ -114,25 +117,33 @@ print(json.dumps(found))
         assert message in error, words
 
 
-@pytest.mark.parametrize("local_rank", [0, 1])
-def test_a_rank_of_torchrun_reports_before_heavy_imports_and_once_for_a_machine(local_rank, run, tmp_path):
+def test_the_first_rank_of_torchrun_reports_before_heavy_imports(run, tmp_path):
     """The start itself is left to the ranks: after a restart `output_dir` has the checkpoints of this run."""
-    file = run(learning_rate="fast" if local_rank else 0.1, lr_scheduler_kwargs={"power": 1}, ddp_timeout=1)
+    file = run(lr_scheduler_kwargs={"power": 1}, ddp_timeout=1)
     (tmp_path / "out" / "checkpoint-3").mkdir(parents=True)
-    environment = os.environ | {"RANK": f"{4 + local_rank}", "WORLD_SIZE": "8", "LOCAL_RANK": f"{local_rank}"}
+    environment = os.environ | {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_RANK": "0"}
     code = f"import sys; from mca_train.cli import main; main(['sft', {file!r}]); "
     code += f"print([name for name in {HEAVY!r} if name in sys.modules])"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=tmp_path,
-        env=environment,
-    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path, env=environment)
     assert done.stdout == "[]\n"
     error = f"error: {file}: lr_scheduler_kwargs: lr_scheduler_type linear has no power; remove lr_scheduler_kwargs\n"
-    assert done.stderr == ("" if local_rank else error)
+    assert done.stderr == error
+
+
+@pytest.mark.parametrize("rank", [0, 1, 4])  # 4: the first of another machine
+def test_other_ranks_leave_the_report_to_the_first(rank, run, tmp_path, monkeypatch):
+    for name, value in {"RANK": str(rank), "WORLD_SIZE": "8", "LOCAL_RANK": str(rank % 4)}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    given = (
+        "sft",
+        TASKS["sft"],
+        *load_values(Path(run(lr_scheduler_kwargs={"power": 1})), []),
+        argparse.Namespace(),
+    )
+    with pytest.raises(McaError, match="has no power") if rank == 0 else contextlib.nullcontext():
+        assert not _fails_on_first_rank(*given)
 
 
 def test_columns_are_those_of_all_rows_of_files_that_can_be_read_quickly(tmp_path):
