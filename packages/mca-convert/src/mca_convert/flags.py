@@ -285,7 +285,7 @@ def byte_count(text: str) -> int:
 def _path(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError(
-            "expected a path, not an empty value; is a variable of the shell not set?"
+            "expected a path, not an empty value (of a shell variable that is not set?)"
         )
     return text
 

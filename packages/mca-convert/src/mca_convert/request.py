@@ -111,11 +111,11 @@ def conversion_target(request: Request, *, from_megatron: bool) -> Literal["mca"
         OptionsError: An option does not go with the target.
     """
     target = request.to or ("hf" if from_megatron or request.merge else "mca")
-    if request.fp8 and request.adapter is not None and not request.merge:
+    is_adapter = request.adapter is not None and not request.merge
+    if request.fp8 and is_adapter:
         raise OptionsError("--fp8 is for full models; add --merge, or remove it")
     if request.fp8 and target == "mca":
         raise OptionsError("--fp8 is for Hugging Face targets; add --to hf, or remove it")
-    is_adapter = request.adapter is not None and not request.merge
     if request.max_shard_bytes != MAX_SHARD_BYTES and (target == "mca" or is_adapter):
         raise OptionsError("--max_shard_size is for Hugging Face models, which have several files; remove it")
     if request.layout is not None and target == "hf":

@@ -104,12 +104,12 @@ class HfLayout(HfTensors):
     A file is closed when the next tensor would take it over ``max_shard_bytes``.
 
     Args:
-        params: As those of `HfTensors`, like all but ``max_shard_bytes``.
-        config: With the final dtype.
-        dtypes: See there.
-        wholes: See there.
+        params: All parameters of the model.
+        config: Of the model, with its final dtype.
+        dtypes: Safetensors code of each parameter, by canonical name.
+        wholes: Whole shape of each, without vocabulary padding.
         max_shard_bytes: Size limit of one file's tensors.
-        fp8: See there.
+        fp8: Weights of linears as blocks of fp8.
 
     Raises:
         McaError: As `HfTensors`, or ``config.json`` cannot be written.
