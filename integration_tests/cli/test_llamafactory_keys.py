@@ -116,7 +116,7 @@ DPO: dict[str, Any] = {"stage": "dpo", "dataset": "pairs"}
 IMAGES: dict[str, Any] = {"model": "vision", "template": "qwen2_vl", "dataset": "sft_images"}
 VIDEOS = IMAGES | {"dataset": "sft_videos", "cutoff_len": 512}
 RANDOM: dict[str, Any] = {"train_sampling_strategy": "random"}
-INTERLEAVED: dict[str, Any] = {"dataset": "sft,texts", "mix_strategy": "interleave_under"}
+INTERLEAVED: dict[str, Any] = {"dataset": "sft,sft", "mix_strategy": "interleave_under"}
 STREAMED: dict[str, Any] = {"streaming": True, "dataloader_num_workers": 1}
 MOE: dict[str, Any] = {"model": "moe", "template": "qwen3"}
 
@@ -133,7 +133,7 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any]] = {
     "neat_packing": ({}, True),
     "default_system": ({}, "the quick brown fox"),
     "enable_thinking": (MOE, False),
-    "mix_strategy": ({"dataset": "sft,texts"}, "interleave_under"),
+    "mix_strategy": ({"dataset": "sft,sft"}, "interleave_under"),
     "interleave_probs": (INTERLEAVED, "0.9,0.1"),
     "buffer_size": (STREAMED, 2),
     "disable_shuffling": (RANDOM, True),
