@@ -142,7 +142,6 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any]] = {
     "lora_dropout": (LORA, 0.5),
     "lora_target": (LORA, "q_proj"),
     "use_rslora": (LORA, True),
-    "use_dora": (LORA, True),
     "additional_target": (LORA, "embed_tokens"),
     "pref_beta": (DPO, 0.5),
     "pref_ftx": (DPO, 0.5),

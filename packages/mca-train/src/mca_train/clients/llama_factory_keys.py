@@ -143,7 +143,7 @@ DATA: Mapping[str, Key] = {
 FINETUNING: Mapping[str, Key] = {
     **_read("sft, pt and dpo; rm, ppo and kto raise an error", "stage"),
     **_read("full and lora; freeze and oft raise an error", "finetuning_type"),
-    **_read("adapter", "lora_rank lora_alpha lora_dropout lora_target use_rslora use_dora additional_target"),
+    **_read("adapter", "lora_rank lora_alpha lora_dropout lora_target use_rslora additional_target"),
     **_read("with adapter_name_or_path it raises an error", "create_new_adapter"),
     **_read("loss of dpo", "pref_beta pref_ftx dpo_label_smoothing simpo_gamma"),
     **_read("loss of dpo; kto_pair raises an error", "pref_loss"),
@@ -201,6 +201,7 @@ FINETUNING: Mapping[str, Key] = {
     ),
     **_error(_REFERENCE, "ref_model ref_model_adapters"),
     **_error("set bf16: true", "pure_bf16"),
+    **_error("mca has no DoRA; set it to false", "use_dora"),
     **_client_error("its trainer would ignore mca; remove it, or unset USE_MCA", "use_hyper_parallel"),
 }
 
