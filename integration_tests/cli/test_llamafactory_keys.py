@@ -116,7 +116,7 @@ DPO: dict[str, Any] = {"stage": "dpo", "dataset": "pairs"}
 IMAGES: dict[str, Any] = {"model": "vision", "template": "qwen2_vl", "dataset": "sft_images"}
 VIDEOS = IMAGES | {"dataset": "sft_videos", "cutoff_len": 512}
 RANDOM: dict[str, Any] = {"train_sampling_strategy": "random"}
-INTERLEAVED: dict[str, Any] = {"dataset": "sft,sft", "mix_strategy": "interleave_under"}
+INTERLEAVED: dict[str, Any] = {"dataset": "sft,more", "mix_strategy": "interleave_under"}
 STREAMED: dict[str, Any] = {"streaming": True, "dataloader_num_workers": 1}
 MOE: dict[str, Any] = {"model": "moe", "template": "qwen3"}
 
@@ -124,7 +124,7 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any]] = {
     "adapter_name_or_path": (LORA, "text-adapter"),
     "image_min_pixels": (IMAGES, 4096),
     "image_max_pixels": (IMAGES | {"image_min_pixels": 16}, 256),
-    "video_fps": (VIDEOS, 1.0),
+    "video_fps": (VIDEOS, 0.5),
     "template": ({}, "llama3"),
     "cutoff_len": ({}, 16),
     "train_on_prompt": ({}, True),
@@ -133,7 +133,7 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any]] = {
     "neat_packing": ({}, True),
     "default_system": ({}, "the quick brown fox"),
     "enable_thinking": (MOE, False),
-    "mix_strategy": ({"dataset": "sft,sft"}, "interleave_under"),
+    "mix_strategy": ({"dataset": "sft,more"}, "interleave_under"),
     "interleave_probs": (INTERLEAVED, "0.9,0.1"),
     "buffer_size": (STREAMED, 2),
     "disable_shuffling": (RANDOM, True),
@@ -154,11 +154,11 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any]] = {
     "seed": (RANDOM, 3),
     "learning_rate": ({}, 1e-4),
     "warmup_ratio": ({}, 0.9),
-    "lr_scheduler_type": ({}, "linear"),
+    "lr_scheduler_type": ({}, "constant"),
     "weight_decay": ({}, 0.5),
     "label_smoothing_factor": ({}, 0.1),
     "max_grad_norm": ({"optim": "sgd"}, 0.01),
-    "moe_aux_loss_coeff": (MOE, 1.0),
+    "moe_aux_loss_coeff": (MOE | {"moe_router_load_balancing_type": "aux_loss"}, 1.0),
 }
 """What a run needs for an argument to have an effect, and a value that changes its losses."""
 
@@ -168,6 +168,8 @@ def test_arguments_that_are_read_change_the_losses(tmp_path):
     from llamafactory_runs import history, train, workspace
 
     made = workspace(tmp_path)
+    info = json.loads((tmp_path / "dataset_info.json").read_text())
+    (tmp_path / "dataset_info.json").write_text(json.dumps(info | {"more": info["sft"]}))
     bases: dict[str, str] = {}
     runs = []
     for name, (needs, value) in EFFECTS.items():

@@ -113,7 +113,7 @@ MODEL: Mapping[str, Key] = {
         "resize_vocab",
     ),
     **_error("set rope_scaling in the checkpoint's config.json", "rope_scaling"),
-    **_error("set moe_aux_loss_coeff", "moe_aux_loss_coef"),
+    **_error("set moe_aux_loss_coeff and moe_router_load_balancing_type: aux_loss", "moe_aux_loss_coef"),
     **_error(
         _HF,
         "shift_attn mixture_of_depths use_unsloth use_unsloth_gc enable_liger_kernel upcast_layernorm "
