@@ -53,9 +53,8 @@ def model_logits(models: LiveModel, input_ids: Tensor, given: GivenMedia | None 
     tokens = _padded(models, input_ids.to(platform.current_device()))
     steps = micro_batch_group(models)
     rows = tokens.shape[0] // steps
-    ropes = length_dependent_ropes(*models.chunks)
-    set_longest_sequence(ropes, length)
     with inference(models):
+        set_longest_sequence(length_dependent_ropes(*models.chunks), length)
         outputs = get_forward_backward_func()(
             forward_step_func=_forward_step,
             data_iterator=[_micro(models, chunk, tokens, rows, length, media) for chunk in models.chunks],
@@ -67,7 +66,6 @@ def model_logits(models: LiveModel, input_ids: Tensor, given: GivenMedia | None 
             collect_non_loss_data=True,
         )
     shape = (tokens.shape[0], tokens.shape[1], models.config.head.num_labels or models.config.vocab_size)
-    set_longest_sequence(ropes, 0)
     return _broadcast_logits(models, outputs, shape)[:batch, :length]
 
 
@@ -216,6 +214,7 @@ def inference(models: LiveModel) -> Iterator[None]:
         models.megatron.mtp_num_layers = depth
         for chunk, before in zip(chunks, predicting, strict=True):
             chunk.mtp_process = before
+        set_longest_sequence(length_dependent_ropes(*chunks), 0)
 
 
 def _broadcast_logits(models: LiveModel, outputs: list[Tensor], shape: tuple[int, int, int]) -> Tensor:
