@@ -106,7 +106,7 @@ verl() {
 llamafactory() {
     local folder=$1
     client_environment "$folder" "$2" .ci/llamafactory.txt
-    "$folder/bin/python" -m pytest -n 0 "${@:3}" integration_tests/cli/test_llamafactory.py
+    "$folder/bin/python" -m pytest -n 0 "${@:3}" integration_tests/cli/test_llamafactory{,_keys}.py
 }
 
 # ROLL's own files, of the checkout MCA_ROLL, in a separate environment.

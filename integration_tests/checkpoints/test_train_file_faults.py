@@ -9,6 +9,7 @@ import dataclasses
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -111,9 +112,9 @@ def by_chance(rank: str, fault: Fault) -> bool:
     """Return True if a call may be missing: how often a rank looks into a folder depends on the others.
 
     Rank 0 makes the run's folder to try it and removes it again; another rank may look before, while or after, and
-    looks for a log only in a folder.
+    looks for earlier results (a log, a state, an export) only in a folder.
     """
-    return fault.nth > 1 or (rank != "0" and fault.site.split()[1] in ("0/#", "0/#/train_log.jsonl"))
+    return fault.nth > 1 or (rank != "0" and re.fullmatch(r"0/#(/[^/]+)?", fault.site.split()[1]) is not None)
 
 
 @pytest.mark.cases(0, always=["save-0", "resume-0"])

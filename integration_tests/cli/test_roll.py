@@ -146,6 +146,8 @@ def rejections(path: Path, fused: Path, routed: Path, seeing: Path, out: Path) -
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
     from peft import LoraConfig
 
+    from mca_train.clients.chunk_lora import attach
+
     args = arguments(names, out)
     names.AutoModel.from_pretrained(routed, arguments(names, out, moe_enable_routing_replay=True))
     models, stacked = (names.AutoModel.from_pretrained(folder, args) for folder in (path, fused))
@@ -153,6 +155,7 @@ def rejections(path: Path, fused: Path, routed: Path, seeing: Path, out: Path) -
     for work in (
         lambda: names.find_all_embedding_modules(models[0]),
         lambda: models[0].attach_lora(LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"])),
+        lambda: attach(SimpleNamespace(chunks=[None, None]), LoraConfig(target_modules=["q_proj"]), 0),
         lambda: names.AutoModel.from_pretrained(path, arguments(names, out, moe_enable_routing_replay=True)),
         lambda: RouterReplay.set_global_router_replay_action(RouterReplayAction.RECORD),
         lambda: names.AutoModel.from_pretrained(seeing, args),
@@ -178,6 +181,7 @@ def test_what_does_not_map_is_an_error(tmp_path):
     expected = (
         "lora_target: all-embedding",
         "additional_target: lm_head",
+        "lora_target is not supported with virtual_pipeline_model_parallel_size",
         "router_replay.mode: R3 needs a model with experts",
         "router_replay.mode: R2",
         "images of llava are not supported with ROLL",

@@ -84,6 +84,8 @@ REPLAYED = {
     "tp2_recompute": ("qwen3_moe", {TP: 2, SP: True, "recompute_granularity": "full"}),
     "pp2_vpp2": ("qwen3_moe", {PP: 2, VPP: 2}),
     "dense_first_pp2": ("glm4_moe", {PP: 2}),
+    "cp2": ("qwen3_moe", {CP: 2}),
+    "tp2_cp2": ("qwen3_moe", {TP: 2, SP: True, CP: 2}),
 }
 
 
@@ -100,10 +102,28 @@ def test_replayed_experts_give_the_losses_of_a_forced_transformers_model(layout,
     wanted = reference_losses(model, batches=batches, logits_of=partial(forced_logits, shape))
     free = reference_losses(transformers.AutoModelForCausalLM.from_pretrained(path), batches=batches)
     assert all(abs(a - b) > 1e-3 for a, b in zip(free, wanted, strict=True)), "the experts change nothing"
-    found = run_ranks(2, losses_of_roll, path, tmp_path / "out", options, batches, timeout=900)
+    ranks = 4 if layout == "tp2_cp2" else 2
+    found = run_ranks(ranks, losses_of_roll, path, tmp_path / "out", options, batches, timeout=900)
     assert any(found)
     for losses in filter(None, found):
         assert losses == pytest.approx(wanted, rel=1e-5)  # the tolerance of losses between layouts
+
+
+def test_replayed_experts_of_packed_sequences_are_an_error(checkpoint, tmp_path):
+    """Full sequences have as many rows as their pack, in another order."""
+    path = checkpoint("qwen3_moe")
+    config = AutoConfig.from_pretrained(path)
+    shape = RoutedExperts.from_config(config)
+    assert shape is not None
+
+    def full(step: int) -> dict[str, Any]:
+        batch = routed_batch(shape, config.num_layers, step)
+        ones = torch.ones_like(batch["attention_mask"])
+        return batch | {"attention_mask": ones, "input_ids": batch["input_ids"].clamp(min=1)}
+
+    options = {"replay": "R3", "packing": True}
+    with pytest.raises(Exception, match=r"R3 is not supported with use_sequence_packing: true"):
+        run_ranks(1, losses_of_roll, path, tmp_path / "out", options, full, timeout=900)
 
 
 LORA = {

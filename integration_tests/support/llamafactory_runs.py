@@ -99,7 +99,8 @@ for run in runs:
 def environment(*, mca: bool) -> dict[str, str]:
     """Return the environment of a run."""
     offline = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    facade = {"USE_MCA": "1", "PYTHONPATH": str(client_path("mcore_adapter"))} if mca else {}
+    paths = [str(client_path("mcore_adapter")), *filter(None, [os.environ.get("PYTHONPATH")])]
+    facade = {"USE_MCA": "1", "PYTHONPATH": os.pathsep.join(paths)} if mca else {}
     return os.environ | offline | facade
 
 

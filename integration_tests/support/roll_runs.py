@@ -83,6 +83,7 @@ def worker_of_roll(path: Path, out: Path, options: dict[str, Any]) -> SimpleName
     """Return what ROLL's strategies read of a worker."""
     from roll.configs.worker_config import SequencePackingConfig
     from roll.distributed.executor.worker import RankInfo
+    from roll.distributed.strategy import megatron_strategy
     from roll.models import model_providers
     from roll.platforms import current_platform
 
@@ -92,6 +93,10 @@ def worker_of_roll(path: Path, out: Path, options: dict[str, Any]) -> SimpleName
         setattr(type(current_platform), name, staticmethod(lambda *_: 0))
     options = dict(options)
     packing, frozen = options.pop("packing", False), options.pop("frozen", False)
+    if (
+        packing
+    ):  # transformers returns the tokenizer if there is no processor, and ROLL does not pack models with one
+        megatron_strategy.default_processor_provider = lambda *_, **__: None
     lora, replay = {"lora_target": None} | options.pop("lora", {}), options.pop("replay", None)
     return SimpleNamespace(
         rank_info=RankInfo(),
@@ -158,7 +163,7 @@ def train_steps(
         log_probs = strategy.op_compute_log_probs(logits, data.batch["input_ids"], mask)
         value = -(log_probs * data.batch["response_mask"][:, 1:]).sum() / 50
         seen.append(value.item())
-        return value, {"loss": [value.item()]}
+        return value, {"loss": value.item()}
 
     losses = []
     for step in steps:

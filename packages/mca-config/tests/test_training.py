@@ -16,7 +16,7 @@ from mca_config import (
     Seq2SeqTrainingArguments,
     TrainingArguments,
 )
-from mca_config._hf_arguments import _ON, REFUSED, problems
+from mca_config._hf_arguments import _ON, IGNORED, REFUSED, problems
 
 GIVEN: dict[str, Any] = {
     "tensor_model_parallel_size": 2,
@@ -126,17 +126,11 @@ dataloader_drop_last dataloader_num_workers dataloader_pin_memory dataloader_pre
 ddp_backend ddp_timeout do_train do_eval resume_from_checkpoint
 """
 """Fields of transformers that a run follows, or whose values are looked at."""
-WITHOUT_EFFECT = """
-activation_checkpointing_kwargs gradient_checkpointing_kwargs use_cache log_on_each_node logging_nan_inf_filter
-prediction_loss_only eval_do_concat_batches eval_use_gather_object eval_accumulation_steps remove_unused_columns
-length_column_name hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision local_rank
-"""
-"""Arguments without effect, as docs/keys.md says."""
 
 
 def test_every_field_of_the_installed_transformers_is_known() -> None:
     there = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
-    known = {*FOLLOWED.split(), *WITHOUT_EFFECT.split()}
+    known = {*FOLLOWED.split(), *IGNORED}
     assert there <= known | {*REFUSED, *_ON}, "say what a run does with it"
     assert not known & REFUSED.keys()
 

@@ -8,6 +8,7 @@ import torch
 from mca_config.errors import McaError
 from mca_models.media import ImageSpan, positions
 from mca_train.batching.packing import PackedDataset, sequence_lengths
+from mca_train.clients.sample_media import ROLL, VERL, BatchMedia
 from mca_train.clients.samples import SampleMaker, client_samples
 
 IMAGE, VIDEO = 9, 8
@@ -96,6 +97,23 @@ def test_an_image_that_is_cut_off_raises_an_error():
         make()(cut)
 
 
+@pytest.mark.parametrize(
+    ("program", "remedy"),
+    [
+        (ROLL, "raise prompt_length and sequence_length, or lower data_args.image_max_pixels"),
+        (VERL, "raise data.max_prompt_length, .* or lower max_pixels of the images in the dataset"),
+    ],
+)
+def test_an_image_that_is_cut_off_names_the_options_of_the_program(program, remedy):
+    media = BatchMedia(
+        {"pixel_values": torch.ones(8, 3), "image_grid_thw": torch.tensor([[1, 2, 4]])},
+        config("qwen2_5_vl"),
+        program,
+    )
+    with pytest.raises(McaError, match=f"{program.name}: a sample's image is cut off; {remedy}"):
+        media.take(torch.tensor([1, IMAGE, 2]), None)
+
+
 def test_an_image_without_any_token_left_raises_an_error():
     cut = with_image() | {"images": ["a.png"]}
     cut |= {name: cut[name][:1] * 3 for name in ("input_ids", "labels", "attention_mask")}
@@ -153,7 +171,7 @@ def test_frames_that_are_cut_off_raise_an_error():
     with pytest.raises(McaError, match="video is cut off; raise cutoff_len, or lower video_max_pixels"):
         make()(cut)
     del cut["extra"]["position_ids"]
-    with pytest.raises(McaError, match="no position_ids, which give the times"):
+    with pytest.raises(McaError, match="LLaMA-Factory's batch has no position_ids, which give the times"):
         make()(cut)
 
 

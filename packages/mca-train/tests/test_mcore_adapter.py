@@ -78,11 +78,14 @@ def callback(**client):
     ("client", "message"),
     [
         ({"finetuning_type": "freeze"}, "finetuning_type: freeze is not supported"),
-        ({"use_galore": True}, "use_galore: True is not supported .*set optimizer"),
+        ({"use_galore": True}, "use_galore: true is not supported .*set optimizer"),
         ({"cache_dir": "hub"}, "cache_dir: hub is not supported .*HF_HUB_CACHE"),
         ({"model_revision": "v2"}, "model_revision: v2 is not supported .*download that revision"),
         ({"ref_model": "a"}, "ref_model: a is not supported .*the reference is the initial model"),
-        ({"finetuning_type": "lora", "create_new_adapter": True}, "a new adapter in addition to others"),
+        (
+            {"finetuning_type": "lora", "adapter_name_or_path": ["a"], "create_new_adapter": True},
+            "create_new_adapter: a new adapter in addition to others",
+        ),
         ({"finetuning_type": "lora", "adapter_name_or_path": ["a", "b"]}, "merge the adapters into one"),
         ({"packing": True}, "set neat_packing: true"),
         ({"ignore_pad_token_for_loss": False}, "ignore_pad_token_for_loss: false is not supported"),
@@ -94,7 +97,13 @@ def test_options_that_mca_does_not_have_raise_an_error(client, message):
 
 
 @pytest.mark.parametrize(
-    "client", [{}, {"stage": "pt", "packing": True}, {"packing": True, "neat_packing": True}]
+    "client",
+    [
+        {},
+        {"stage": "pt", "packing": True},
+        {"packing": True, "neat_packing": True},
+        {"finetuning_type": "lora", "create_new_adapter": True},
+    ],
 )
 def test_supported_options_raise_no_error(client):
     reject_unsupported(CLIENT | client, {"do_train": True})

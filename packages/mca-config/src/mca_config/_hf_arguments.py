@@ -10,6 +10,7 @@ from typing import Literal
 
 from mca_config.types import HfArguments
 
+_LOSS_ONLY = "evaluation computes the loss only"
 REFUSED: Mapping[str, str] = {
     "deepspeed": "training runs on Megatron",
     "fsdp": "training runs on Megatron; use_distributed_optimizer splits optimizer state",
@@ -27,8 +28,8 @@ REFUSED: Mapping[str, str] = {
     "optim_target_modules": "the optimizer updates every trainable parameter",
     "bf16_full_eval": "evaluation runs in the dtype of training",
     "fp16_full_eval": "evaluation runs in the dtype of training",
-    "include_for_metrics": "evaluation computes the loss only",
-    "batch_eval_metrics": "evaluation computes the loss only",
+    "include_for_metrics": _LOSS_ONLY,
+    "batch_eval_metrics": _LOSS_ONLY,
     "do_predict": "mca has no prediction loop",
     "label_names": "targets are always named labels",
     "push_to_hub": "training uploads nothing; mca-convert --push_to_hub uploads the result",
@@ -51,6 +52,32 @@ _ON: Mapping[str, str] = {
     "dataloader_in_order": "samples always come in order",
 }
 """Flags that cannot be false."""
+IGNORED: Mapping[str, str] = {
+    **dict.fromkeys(
+        (
+            "prediction_loss_only",
+            "eval_do_concat_batches",
+            "eval_use_gather_object",
+            "eval_accumulation_steps",
+        ),
+        _LOSS_ONLY,
+    ),
+    **dict.fromkeys(
+        ("hub_token", "hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision"),
+        "training uploads nothing",
+    ),
+    **dict.fromkeys(
+        ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"),
+        "Megatron recomputes activations",
+    ),
+    "use_cache": "training keeps no cache of keys and values",
+    "log_on_each_node": "the first rank logs",
+    "logging_nan_inf_filter": "a NaN or infinite loss ends the run",
+    "remove_unused_columns": "columns that training does not read stay in the dataset",
+    "length_column_name": "samples are not sorted by length",
+    "local_rank": "the launcher sets it in the environment",
+}
+"""Fields without effect, with the reason; ``docs/keys.md`` lists them."""
 _LOG_LEVELS = ("detail", "debug", "info", "warning", "error", "critical", "passive")
 _SAMPLING = ("random", "sequential")
 _ADAMW = ("adamw_torch", "adamw_torch_fused")

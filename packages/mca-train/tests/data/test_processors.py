@@ -160,16 +160,21 @@ def folder(tmp_path_factory):
 
 def encoded(family, chat, folder):
     """Return mca's encoding of a row."""
+    return encoded_images(family, chat, folder)[0]
+
+
+def encoded_images(family, chat, folder):
+    """Return mca's encoding of a row, and the spans of its images with their marks."""
     tokenizer, _, config = made(family)
     place = folder / family
     if not place.exists():
         CASES[family].images().save_pretrained(place)
     reader = ImageReader(config=config, directories=(place,), paths=RowPaths(str(folder)))
     rows = ImageRows(["messages"], reader, DataArguments(model_name_or_path="m"), tokenizer, "train_file")
-    (sequence,), _ = rows.encode_row(
+    (sequence,), (grids,) = rows.encode_row(
         {"messages": chat}, row_encoder(rows.names, rows.tokenizer, rows.arguments, "train_file"), "row 0"
     )
-    return sequence
+    return sequence, rows.tokens.spans(sequence[0], grids) if grids else []
 
 
 def expected(family, chat, folder):
@@ -219,14 +224,24 @@ def test_chats_have_the_tokens_of_the_familys_processor(family, style, folder):
     written = {*whole.image_token_ids, *tokenizer.convert_tokens_to_ids([*CASES[family].written])}
     for name, chat in CHATS.items():
         ids, mask = expected(family, chat, folder)
-        tokens, targets = encoded(family, chat, folder)
+        (tokens, targets), spans = encoded_images(family, chat, folder)
         assert tokenizer.decode(tokens) == tokenizer.decode(ids), name
         assert tokens == ids, name
+        if name == "image in the middle" and style == "raw":
+            require_kept(tokenizer, ids, spans)
         # numbers of Aya Vision's tiles are words, and rows of Idefics end with a line, on which mca does not train
         said_more = family in ("aya_vision", "idefics3", "smolvlm") and name == "image in an answer"
         if mask is not None and not said_more:
             learnt = [bool(said) and token not in written for said, token in zip(mask, ids, strict=True)]
             assert targets == learnt, name
+
+
+def require_kept(tokenizer, ids, spans):
+    """Compare the span of "image in the middle" with all that the processor writes around the image."""
+    ((start, stop),) = spans
+    assert tokenizer.decode(ids[:start]).rstrip("\n").endswith("user\na")
+    assert tokenizer.decode(ids[stop:]).lstrip("\n").startswith(" b<end>")
+    assert "\n" not in tokenizer.decode([ids[start], ids[stop - 1]]), "the lines around it are text"
 
 
 def test_no_family_with_images_is_left_out():

@@ -9,6 +9,7 @@ from transformers import Trainer
 
 from mca_config.errors import McaError
 from mca_train import groups
+from mca_train.metrics import metric_accumulator
 from mca_train.metrics.metric_accumulator import AuxLossMeter, MetricAccumulator
 from mca_train.trainer.hf_shims import name_missing_metric
 
@@ -61,3 +62,55 @@ def test_mtp_losses_of_all_chunks_are_summed_in_fp64() -> None:
     chunks = [SimpleNamespace(mca_mtp_loss=SimpleNamespace(losses=each)) for each in losses]
     accumulator: Any = SimpleNamespace(_prediction=2, _chunks=[*chunks, SimpleNamespace()])
     assert torch.equal(AuxLossMeter._mtp_losses(accumulator), losses[0] + losses[1])
+
+
+@pytest.mark.parametrize(("experts", "layers"), [(None, None), (0, 0), (8, 2), (None, 1), (8, None)])
+def test_losses_of_layers_that_a_model_lacks_are_not_logged(
+    experts: int | None, layers: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two routers on this stage and one on another, over two steps."""
+    routers = [
+        SimpleNamespace(mca_aux_loss=SimpleNamespace(losses={"z_loss": torch.tensor(value)}))
+        for value in (1.0, 2.0)
+    ]
+    monkeypatch.setattr(metric_accumulator, "routers", lambda chunks: routers)
+    monkeypatch.setattr(groups, "sum_over_stage", lambda rows: rows)
+    monkeypatch.setattr(groups, "sum_over_data", lambda rows: 2 * rows)
+    monkeypatch.setattr(
+        groups,
+        "gather_over_stages",
+        lambda stage: [stage, (1, {"z_loss": [6.0, 9.0][: len(stage[1]["z_loss"])]})],
+    )
+    chunk: Any = SimpleNamespace(
+        config=SimpleNamespace(num_moe_experts=experts, mtp_num_layers=layers),
+        mca_mtp_loss=SimpleNamespace(losses=torch.arange(1.0, 1 + (layers or 0), dtype=torch.float64)),
+    )
+    made = AuxLossMeter([chunk])
+    assert (made._prediction, made._has_experts) == (layers or 0, bool(experts))
+    made.add_step()
+    made.add_step()
+    expected = {f"mtp_{depth}_loss": 2.0 * depth for depth in range(1, 1 + (layers or 0))}
+    if experts:
+        expected["moe_z_loss"] = ((1 + 2 + 6) / 3 + (1 + 2 + 9) / 3) / 2
+    state = made.state()
+    assert state["steps"] == 2
+    assert made.flush() == pytest.approx(expected)
+    made.restore(state)
+    made.add_step()
+    assert made.state()["steps"] == 3
+    if experts:
+        assert made.flush()["moe_z_loss"] == pytest.approx((3 + 4 + 3) / 3, rel=1e-6)
+    else:
+        assert made.flush().keys() == expected.keys()
+
+
+def test_sums_of_many_values_are_kept_in_fp64(signals: MetricAccumulator) -> None:
+    """fp32 would lose the second of two values that differ by 2**30."""
+    added(signals, 2.0**30, 1.0, (1.0, 1.0))
+    added(signals, 1.0, 1.0, (1.0, 1.0))
+    signals.add_extremes(torch.tensor([2.0**30 + 1], dtype=torch.float64), torch.ones(1))
+    reported = signals.flush()
+    assert reported["good"] * 2 == 2.0**30 + 1
+    assert reported["least"] == reported["most"] == 2.0**30 + 1
+    signals.add_extremes(torch.tensor([2.0**30 + 3], dtype=torch.float64), torch.ones(1))
+    assert signals.flush()["most"] == 2.0**30 + 3

@@ -1,7 +1,9 @@
 """Towers of published models, and the images that a plan counts for them."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from transformers import Qwen2VLConfig
 from mca_config.errors import UsageError
 from mca_config.model_config import McaModelConfig
 from mca_models.templates import config_from_hf, get_family
-from mca_train.plan.vision_memory import VisionTower, plan_images
+from mca_train.plan.vision_memory import Extent, Images, VisionTower, plan_images
 
 DATA = Path(__file__).parents[3] / "mca-models/tests/data/vision_configs"
 
@@ -97,3 +99,54 @@ def test_the_width_of_an_mlp_may_be_a_multiple_of_the_hidden_size(sizes: dict[st
     tower = VisionTower.from_config(config_from_hf(hf))
     assert tower is not None
     assert (tower.hidden, tower.inner, tower.features) == (64, inner, 48)
+
+
+SIZES: Any = SimpleNamespace(sequences=5, width=2)
+
+
+def images(
+    form: Any = "patches", *, words: int = 0, tile: int = 0, kind: str = "siglip_vision_model"
+) -> Images:
+    """Two images of 3 x 3 tokens, each of 3 x 3 patches; all sizes are different numbers."""
+    sizes = {"depth": 7, "hidden": 11, "inner": 13, "features": 17, "merge": 3, "patch": 2, "values": 19}
+    tower = VisionTower(
+        kind=kind, form=form, projectors=2, side=None, tile=tile, visual_vocab_size=words, **sizes
+    )
+    return Images(tower=tower, count=2, pixels=18, trained=frozenset({"vision", "projector"}))
+
+
+@pytest.mark.parametrize(("kind", "factors"), [("siglip_vision_model", 2), ("qwen2_5_vl_vision", 3)])
+@pytest.mark.parametrize("words", [0, 23])
+def test_forward_passes_of_a_tower_by_hand(kind: str, factors: int, words: int) -> None:
+    """A projector takes the 9 patches of a token; a mixture of words takes its scores and its sum for each token."""
+    each, patches = images(words=words, kind=kind), 5 * 2 * 81
+    assert (each.side, each.tokens, each.patches) == (3, 9, 2 * 81)
+    layer = 4 * 11 * 11 + factors * 11 * 13 + 2 * 11 * 81
+    projected = 2 * (9 * 11 + 17) * 11 + words * 11 + words * 17 / 9
+    assert each.flops(5) == pytest.approx(2 * patches * (7 * layer + 19 * 11 + projected))
+
+
+@pytest.mark.parametrize(("form", "masks"), [("patches", 0), ("sizes", 1)])
+@pytest.mark.parametrize("words", [0, 23])
+def test_memory_of_a_tower_by_hand(form: str, masks: int, words: int) -> None:
+    """SigLIP's block keeps 4 of attention, 4 norms, and 2 of its MLP; numbers have 2 bytes, and words 4 more."""
+    each, patches = images(form, words=words), 5 * 2 * 81
+    block = patches * (4 * 11 * 2 + 4 * 2 * 11 + 2 * 13 * 2)
+    expected = {
+        "vision tower": 7 * block + masks * patches**2 * 2,
+        "patches": patches * 19 * 2,
+        "projector": 4 * 2 * patches * 11 * 2,
+    } | ({"visual words": patches / 9 * 23 * (2 + 4)} if words else {})
+    assert {line.what: line.bytes for line in each.lines(SIZES)} == pytest.approx(expected)
+    assert each.running(SIZES) == patches * (max(4 * 13, 6 * 11) * 2 + 2 * 11 * 2)
+    frozen = replace(each, trained=frozenset({"language"}))
+    assert frozen.lines(SIZES) == []
+    assert "vision tower" not in {
+        line.what for line in replace(each, trained=frozenset({"projector"})).lines(SIZES)
+    }
+
+
+def test_tiles_attend_within_themselves() -> None:
+    each = replace(images(tile=12), extent=Extent(tokens=50, tiles=3))
+    assert (each.tokens, each.patches, each.length) == (50, 2 * 3 * 36, 2 * 51)
+    assert replace(each, num_text_tokens=9).length == 2 * 59

@@ -20,7 +20,7 @@ from mca_models.media import positions
 from mca_train.batching.collate import Collator
 from mca_train.batching.packing import PackedDataset, PackingStats
 from mca_train.batching.step_stream import is_stream
-from mca_train.clients.sample_media import MEDIA_INPUTS, BatchMedia
+from mca_train.clients.sample_media import LLAMA_FACTORY, MEDIA_INPUTS, BatchMedia
 from mca_train.types import Sample, SampleSource
 
 _MEDIA = tuple(name for names in MEDIA_INPUTS.values() for name in names)
@@ -55,7 +55,7 @@ class SampleMaker:
                 f"the collator returned {', '.join(unknown)}; expected text, or images and videos as "
                 f"{', '.join(_MEDIA)}; use mca-train sft for audio and other media of {self.config.model_type}"
             )
-        media = BatchMedia(batch, self.config)
+        media = BatchMedia(batch, self.config, LLAMA_FACTORY)
         rows = self._rows(batch, media)
         if row.get("images") or row.get("videos"):  # without any, the collator adds a white image
             media.require_taken()

@@ -11,7 +11,7 @@ from mca_config.model_config import McaModelConfig
 from mca_config.types import Values
 from mca_models.media import placeholders, positions
 from mca_models.megatron.features.processor_media import sequence_media
-from mca_train.clients.sample_media import MEDIA_INPUTS, BatchMedia
+from mca_train.clients.sample_media import MEDIA_INPUTS, VERL, BatchMedia
 from mca_train.data.sample_images import SampleImages
 from mca_train.types import Upstream
 
@@ -90,7 +90,7 @@ def _grid_images(inputs: Values, ids: Tensor, theirs: Tensor, config: McaModelCo
         raise McaError(
             f"verl's batch has {', '.join(unknown)}; expected images and videos as {', '.join(sorted(known))}"
         )
-    media = BatchMedia({name: inputs[name].cpu() for name in known & inputs.keys()}, config)
+    media = BatchMedia({name: inputs[name].cpu() for name in known & inputs.keys()}, config, VERL)
     sections = theirs[-3:] if theirs.ndim == 2 else theirs.expand(3, -1)  # verl puts text positions in front
     found = media.take(ids, sections[0])
     media.require_taken()

@@ -12,7 +12,7 @@ from mca_models.media import placeholders, positions
 from mca_models.megatron.distributed import parallel
 from mca_models.megatron.features.sequence_media import media_joiner
 from mca_models.megatron.layers.zigzag import take_rank_tokens
-from mca_train.clients.sample_media import MEDIA_INPUTS, BatchMedia
+from mca_train.clients.sample_media import MEDIA_INPUTS, ROLL, BatchMedia
 from mca_train.data.sample_images import SampleImages
 from mca_train.types import Chunk
 
@@ -72,7 +72,7 @@ class MediaInputs:
                     "a micro-batch has placeholders of media, but no multi_modal_inputs; return them with the batch"
                 )
             return [None] * len(tokens)
-        batch = BatchMedia({name: value.cpu() for name, value in media.items()}, self._config)
+        batch = BatchMedia({name: value.cpu() for name, value in media.items()}, self._config, ROLL)
         sections = [None] * len(tokens) if theirs is None else list(theirs.cpu().unbind(1))
         located = [
             batch.take(ids, None if own is None else own[0])

@@ -1,15 +1,23 @@
 """Megatron's ``RouterReplay`` objects, which ROLL controls, on the routers of mca's chunks."""
 
+from collections.abc import Sequence
+from functools import partial
+
+import torch
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from torch import Tensor
 
 from mca_config.errors import McaError
+from mca_config.types import JsonObject
+from mca_models.megatron.distributed import parallel
 from mca_models.megatron.features.router_replay import (
     LIVE,
     ReplayableTopK,
     require_experts,
     require_replayable,
 )
+from mca_models.megatron.forward import gathered
+from mca_models.megatron.layers.zigzag import take_rank_tokens
 from mca_train.types import Chunk, VirtualModels
 
 
@@ -18,10 +26,12 @@ class LayerReplay(RouterReplay):  # type: ignore[misc]
 
     Args:
         choice: The choice of the layer's router; None: a dense layer.
+        context_ranks: Context-parallel ranks.
     """
 
-    def __init__(self, choice: ReplayableTopK | None) -> None:
+    def __init__(self, choice: ReplayableTopK | None, context_ranks: int = 1) -> None:
         super().__init__()
+        self._context_ranks = context_ranks
         if choice is not None:
             choice.supply = self.experts
 
@@ -37,6 +47,21 @@ class LayerReplay(RouterReplay):  # type: ignore[misc]
                 "disable"
             )
         super().set_router_replay_action(router_replay_action)
+
+    def set_target_indices(self, topk_indices: Tensor) -> None:
+        """Set the experts ``[tokens, topk]`` of the next pass; collective with context parallelism.
+
+        Args:
+            topk_indices: Experts of this tensor-parallel rank's part of the full sequences: ROLL shards them over
+                tensor-parallel ranks only. A row is a token of one sequence, and the tokens at one position are
+                neighbours, so equal parts of the rows are equal parts of the sequences.
+        """
+        if self._context_ranks > 1:
+            tensor, context = parallel.tensor_group(), parallel.context_group()
+            rows = torch.cat(gathered(topk_indices, tensor))
+            rows = take_rank_tokens(rows, 0, context.rank(), context.size())
+            topk_indices = rows.chunk(tensor.size())[tensor.rank()]
+        super().set_target_indices(topk_indices)
 
     def experts(self, tokens: int) -> Tensor | None:
         """Return the experts ``[tokens, topk]`` of the running pass; None: the router chooses.
@@ -59,7 +84,7 @@ class LayerReplay(RouterReplay):  # type: ignore[misc]
         if len(replayed) != tokens:
             raise McaError(
                 f"routed_experts has {len(replayed)} rows on this rank, whose routers have {tokens} tokens; set "
-                "use_sequence_packing to false, and sequence_parallel to true with tensor_model_parallel_size above 1"
+                "sequence_parallel to true with tensor_model_parallel_size above 1"
             )
         if replayed.shape[1] == 1:
             return replayed
@@ -71,18 +96,31 @@ def enable_router_replay(models: VirtualModels) -> None:
     """Register a `LayerReplay` for every decoder layer of the rank, in the order in which ROLL counts them.
 
     Raises:
-        McaError: The model's routers cannot replay, or ROLL would not shard their experts.
+        McaError: The model's routers cannot replay.
     """
     require_experts(models.config, "router_replay.mode: R3")
     require_replayable(models.megatron)
-    if (cp := models.rank_context.layout.cp) > 1:
-        raise McaError(
-            f"router_replay.mode: R3 is not supported with context_parallel_size {cp}, over which ROLL does not shard "
-            "routed_experts; set context_parallel_size to 1, or the mode to disable"
-        )
     RouterReplay.clear_global_router_replay_instances()
     chunks: list[Chunk] = [*models.chunks]
     for chunk in chunks:
         choices = {choice.layer_number: choice for _, choice in chunk.router_choices}
-        for layer in chunk.decoder.layers:
-            LayerReplay(choices.get(layer.layer_number))
+        replays = [
+            LayerReplay(choices.get(layer.layer_number), models.rank_context.layout.cp)
+            for layer in chunk.decoder.layers
+        ]
+        chunk.register_forward_pre_hook(partial(_require_unpacked, replays), with_kwargs=True)
+
+
+def _require_unpacked(
+    replays: Sequence[LayerReplay], chunk: Chunk, args: tuple[object, ...], kwargs: JsonObject
+) -> None:
+    """Raise if ROLL packs sequences whose experts it replays: it does not pack the experts.
+
+    Raises:
+        McaError: It does.
+    """
+    if kwargs.get("packed_seq_params") is not None and any(each.router_replay_action for each in replays):
+        raise McaError(
+            "router_replay.mode: R3 is not supported with use_sequence_packing: true, with which ROLL does not pack "
+            "routed_experts; set use_sequence_packing to false, or the mode to disable"
+        )
