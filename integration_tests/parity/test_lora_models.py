@@ -118,6 +118,30 @@ def test_live_merging_equals_the_converters(case: str, layout: str, tmp_path: Pa
     assert open_checkpoint(tmp_path / "live" / "mca").config.dtype == "bfloat16"
 
 
+def merged_on_one_stage(base: Path, target: Path) -> list[Any]:
+    """Merge an adapter of the first layer, save the merged model and undo it. Runs on both stages."""
+    from mca_models.megatron import AutoModel
+    from mca_models.megatron.peft import get_peft_model
+
+    settings = {"peft_type": "LORA", **lora(layers_to_transform=[0])}
+    models = get_peft_model(AutoModel.from_pretrained(base, arguments("pp2")), settings)
+    models.save_merged(target)
+    merged = AutoModel.from_pretrained(target, arguments("pp2")).logits(tokens())
+    models.merge_adapter()
+    facts = [models.merged, len(models._attached), torch.equal(models.logits(tokens()), merged)]
+    with pytest.raises(McaError, match="call unmerge_adapter first"), models.disable_adapter():
+        pass
+    models.unmerge_adapter()
+    return [*facts, models.merged]
+
+
+def test_stages_without_an_adapter_merge_and_save_too(tmp_path: Path) -> None:
+    base = make_reference("llama", tmp_path).path
+    first, last = run_ranks(2, merged_on_one_stage, base, tmp_path / "merged", timeout=60)
+    assert first == [True, 2, True, False]
+    assert last == [True, 0, True, False]
+
+
 def trained_by_trainer(checkpoint: Path, out: Path, changes: dict[str, Any]) -> dict[str, list[float]]:
     import peft
 

@@ -65,6 +65,14 @@ MODELS: dict[str, Values] = {
         | {"model_type": "lfm3", "tie_word_embeddings": True},
         "vision_config": TOWER | {"model_type": "lfm3_vl_vision", "num_key_value_heads": 4, "patch_size": 16},
     },
+    "fused layers": {
+        "model_type": "qianfan_ocr",
+        "image_token_id": 31990,
+        "tie_word_embeddings": False,
+        "text_config": BASE | {"model_type": "qwen3"},
+        "vision_config": TOWER
+        | {"model_type": "qianfan_ocr_vision", "image_size": [448, 448], "patch_size": [14, 14]},
+    },
     "visual words": {
         "model_type": "ovis2",
         "image_token_id": 31990,
@@ -101,7 +109,14 @@ MODELS: dict[str, Values] = {
 REQUESTS: dict[str, tuple[str, Values, Values]] = {
     **{
         name: (name, {"count": 2}, {"freeze": []})
-        for name in ("row and column tiles", "thumbnails", "convolutions", "visual words", "lone tiles")
+        for name in (
+            "row and column tiles",
+            "thumbnails",
+            "convolutions",
+            "fused layers",
+            "visual words",
+            "lone tiles",
+        )
     },
     "joined tiles": ("joined tiles", {"count": 1, "pixels": 500}, {"freeze": []}),
     "joined tiles frozen": ("joined tiles", {"count": 1, "pixels": 500}, {}),

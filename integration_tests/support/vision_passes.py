@@ -32,6 +32,7 @@ DENSE = (
     "lfm2_vl",
     "lfm3_vl",
     "lighton_ocr",
+    "qianfan_ocr",
     "ovis2",
     "exaone4_5",
     "deepseek_vl",

@@ -46,6 +46,7 @@ SECONDS = (1.5, 0.3)
 """From one frame to the next of each video."""
 ONE_SIZE = (
     "internvl",
+    "qianfan_ocr",
     "gemma3",
     "llava",
     "vipllava",

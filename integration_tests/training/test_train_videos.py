@@ -32,7 +32,7 @@ import tiny_vision
 
 pytestmark = pytest.mark.ranks
 
-MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
+MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "lfm3_vl")
 CLIPS = {"short": (8, 4, 16, 24), "long": (23, 5, 24, 16)}
 """Frames, frames per second, height and width."""
 ROWS: tuple[tuple[str, tuple[str, ...], str], ...] = (

@@ -172,6 +172,15 @@ CASES: dict[str, Case] = {
         },
         {"image_seq_length": 4, "image_token_id": 65},
     ),
+    "qianfan_ocr": (
+        "qianfan_ocr",
+        {"model_type": "qwen3"},
+        {
+            **{**_SIGLIP, "patch_size": [4, 4], "image_size": [16, 16]},
+            **{"drop_path_rate": 0.0, "use_qk_norm": True},
+        },
+        {"image_seq_length": 4, "image_token_id": 65, "tie_word_embeddings": False},
+    ),
     "mistral3": (
         "mistral3",
         {"model_type": "mistral", "sliding_window": None},

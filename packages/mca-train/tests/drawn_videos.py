@@ -106,6 +106,7 @@ def glm_processors(model_type, tokenizer, **different):
 def whole_processor(model_type, tokenizer, **different):
     """The processor of transformers for text, images and videos, without torchvision's images."""
     from transformers.models.exaone4_5.processing_exaone4_5 import Exaone4_5_Processor
+    from transformers.models.lfm3_vl.processing_lfm3_vl import Lfm3VlProcessor
     from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
     from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
     from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
@@ -114,6 +115,7 @@ def whole_processor(model_type, tokenizer, **different):
         "qwen2_vl": Qwen2VLProcessor,
         "qwen2_5_vl": Qwen2_5_VLProcessor,
         "exaone4_5": Exaone4_5_Processor,
+        "lfm3_vl": Lfm3VlProcessor,
     }
 
     class Processor(kinds.get(model_type, Qwen3VLProcessor)):

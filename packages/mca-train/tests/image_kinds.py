@@ -52,13 +52,13 @@ class Kind:
         self.config = SimpleNamespace(model_type=model_type, vision_fields=vision(ids))
 
 
-def internvl():
+def internvl(model_type="internvl", mark="<IMG_CONTEXT>"):
     kind = Kind(
-        "internvl",
+        model_type,
         ("<IMG_CONTEXT>", "<img>", "</img>"),
         GotOcr2ImageProcessorPil(size=SIDE, max_patches=6),
         lambda ids: {"image_token_id": ids[0], "image_seq_length": 4, "vision_config": {}},
-        "<IMG_CONTEXT>",
+        mark,
     )
 
     def expected(text, images):  # its own processor needs torchvision for videos
@@ -400,6 +400,7 @@ KINDS = {
     "gemma4": gemma4,
     "gemma4_unified": partial(gemma4, "gemma4_unified"),
     "internvl": internvl,
+    "qianfan_ocr": partial(internvl, "qianfan_ocr", "<image>"),
     "mistral3": mistral3,
     "lighton_ocr": lighton_ocr,
     "gemma3": gemma3,

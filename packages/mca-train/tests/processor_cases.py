@@ -47,6 +47,7 @@ from transformers.models.llava_onevision.processing_llava_onevision import Llava
 from transformers.models.ovis2.image_processing_pil_ovis2 import Ovis2ImageProcessorPil
 from transformers.models.ovis2.processing_ovis2 import Ovis2Processor
 from transformers.models.pixtral import image_processing_pil_pixtral
+from transformers.models.qianfan_ocr.processing_qianfan_ocr import QianfanOCRProcessor
 from transformers.models.qwen2_5_omni.processing_qwen2_5_omni import Qwen2_5OmniProcessor
 from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
 from transformers.models.qwen2_vl.processing_qwen2_vl import Qwen2VLProcessor
@@ -166,6 +167,12 @@ INTERNVL = Case(
         "vision_config": {},
     },
     {"image_seq_length": 4},
+)
+QIANFAN = replace(
+    INTERNVL,
+    processor=lambda: QianfanOCRProcessor,
+    mark="<image>",
+    tokens={name: token for name, token in INTERNVL.tokens.items() if name != "video_token"},
 )
 MISTRAL = Case(
     pixtral_processor,
@@ -439,6 +446,7 @@ CASES = {
     "glm4v_moe": glm(),
     "glm46v": glm(Glm46VProcessor),
     "internvl": INTERNVL,
+    "qianfan_ocr": QIANFAN,
     "mistral3": MISTRAL,
     "lighton_ocr": LIGHTON,
     "gemma3": GEMMA,

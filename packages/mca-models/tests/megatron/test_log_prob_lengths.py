@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from mca_config.errors import McaError
+from mca_models.megatron import forward as model_forward
 from mca_models.megatron.log_probs import forward
 from mca_models.megatron.log_probs.forward import _Rows
 from mca_models.megatron.log_probs.vocabulary import TokenValues
@@ -114,3 +115,18 @@ def test_a_temperature_is_a_positive_number(temperature):
 @pytest.mark.parametrize(("entropy", "peak"), [(False, 3 * 5 * (2 + 4)), (True, 3 * 5 * (2 + 8))])
 def test_the_memory_of_token_values_is_the_logits_and_their_copies(entropy, peak):
     assert TokenValues(entropy=entropy).peak_bytes(3, 5, 2) == peak
+
+
+def test_a_failed_pass_leaves_no_longest_sequence_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next pass would take its frequencies of dynamic RoPE."""
+    monkeypatch.setattr(model_forward.parallel, "activate_process_groups", lambda chunks: None)
+    chunk: Any = torch.nn.Linear(1, 1)
+    chunk.mtp_process, chunk.longest_sequence = False, 0
+    models: Any = SimpleNamespace(
+        chunks=torch.nn.ModuleList([chunk]), megatron=SimpleNamespace(mtp_num_layers=None)
+    )
+    with pytest.raises(RuntimeError), model_forward.inference(models):
+        model_forward.set_longest_sequence(model_forward.length_dependent_ropes(chunk), 7)
+        assert chunk.longest_sequence == 7
+        raise RuntimeError
+    assert chunk.longest_sequence == 0

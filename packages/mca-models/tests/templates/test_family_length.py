@@ -20,7 +20,6 @@ LONGER = {
             "gemma4",
             "gemma4_unified",
             "glm4v",
-            "internvl",
             "kimi_k25",
             "lfm3_vl",
             "llama4",

@@ -38,6 +38,9 @@ PUBLISHED = {
     "vip-llava-7b": pytest.approx(7.08e9, abs=0.01e9),
     "ovis2-1b": pytest.approx(1.131e9, abs=0.001e9),  # 1.27e9 with a copy of the embedding as head
     "lighton-ocr-1b": 1_005_647_872,
+    "qianfan-ocr-4b": pytest.approx(
+        4.74e9, abs=0.01e9
+    ),  # of Qwen 3 4B and defaults of transformers' configuration
     "lfm2-vl-450m": pytest.approx(0.451e9, abs=0.001e9),
     "lfm3-vl-2b": pytest.approx(1.92e9, abs=0.01e9),  # defaults of transformers' configurations
     "smolvlm2-2.2b": pytest.approx(2.25e9, abs=0.01e9),
@@ -143,10 +146,17 @@ def test_both_spellings_are_read_and_written(checkpoint: Checkpoint) -> None:
     assert named >= {name for name in modules if "experts" not in name}
 
 
-def test_fused_tensors_of_a_tower_are_transformers_projections(tmp_path: Path) -> None:
-    """Kimi: from the names of modules, and in published files, which transformers reads."""
-    made = Checkpoint("kimi_k25-moe", tmp_path / "saved")
-    state = {name: x.detach() for name, x in tiny_vision.model_of("kimi_k25-moe").state_dict().items()}
+@pytest.mark.parametrize(
+    ("case", "file"),
+    [
+        ("kimi_k25-moe", "vision_tower.encoder.blocks.0.wqkv.weight"),
+        ("qianfan_ocr", "vision_model.encoder.layers.0.attn.qkv.weight"),
+    ],
+)
+def test_fused_tensors_of_a_tower_are_transformers_projections(case: str, file: str, tmp_path: Path) -> None:
+    """From the names of modules, and in published files, which transformers reads."""
+    made = Checkpoint(case, tmp_path / "saved")
+    state = {name: x.detach() for name, x in tiny_vision.model_of(case).state_dict().items()}
     assert made.family.vision is not None
     modules = made.family.vision.params(made.family.with_module_names(made.config))
     fused = {param.mca: param.to_full([state[name] for name in param.hf_names()]) for param in modules}
@@ -163,7 +173,7 @@ def test_fused_tensors_of_a_tower_are_transformers_projections(tmp_path: Path) -
         for key, param in names.items()
         for name, x in zip(param.hf_names(), param.from_full(whole[key]), strict=True)
     }
-    assert "vision_tower.encoder.blocks.0.wqkv.weight" in files
+    assert file in files
     (tmp_path / "published").mkdir()
     save_file(files, tmp_path / "published/model.safetensors", {"format": "pt"})
     (tmp_path / "published/config.json").write_text(json.dumps(made.hf))

@@ -1,5 +1,7 @@
 """Optimizer states whose parts a checkpoint holds only in part."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -122,3 +124,34 @@ def test_the_error_of_a_process_that_saves_is_raised(result: Any, monkeypatch: p
         else:
             assert FileSystemWriterAsync.write_preloaded_data() == result
     assert FileSystemWriterAsync.write_preloaded_data() == result
+
+
+def test_a_hybrid_optimizer_is_an_adam_while_its_state_is_saved_or_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+
+    @contextmanager
+    def as_adam(optimizer: str, *, loading: bool) -> Iterator[None]:
+        calls.append((optimizer, loading))
+        yield
+        calls.append("plain again")
+
+    monkeypatch.setattr(optimizer_state, "as_adam", as_adam)
+    monkeypatch.setattr(optimizer_state, "_load", lambda *values: calls.append(values))
+    weights: Any = "weights"
+    optimizer_state.load("own", [], tmp_path, "numbers", weights, ignored=("x",))  # type: ignore[arg-type]
+    assert calls == [("own", True), ("own", [], tmp_path, "numbers", "weights", ("x",)), "plain again"]
+    calls.clear()
+    monkeypatch.setattr(
+        optimizer_state, "_sharded", lambda optimizer, chunks, *, loading: calls.append(loading) or "state"
+    )
+    monkeypatch.setattr(optimizer_state, "_leaves", lambda state: [(None, "a", "leaf"), (None, "b", "other")])
+    monkeypatch.setattr(optimizer_state, "_numbers", lambda state: 3)
+    monkeypatch.setattr(optimizer_state, "_max_step", lambda numbers: numbers + 1)
+    monkeypatch.setattr(
+        optimizer_state, "write_state", lambda leaves, folder, *, background: (leaves, folder, background)
+    )
+    found = optimizer_state.save("own", [], tmp_path, background=True)  # type: ignore[arg-type]
+    assert found == (4, ({"0": "leaf", "1": "other"}, tmp_path, True))  # type: ignore[comparison-overlap]
+    assert calls == [("own", False), False, "plain again"]

@@ -76,6 +76,7 @@ def test_tokens_and_pixels_are_those_of_the_familys_own_processor(made):
     placeholder = sample["input_ids"] == kind.tokenizer.convert_tokens_to_ids(
         {
             "internvl": "<IMG_CONTEXT>",
+            "qianfan_ocr": "<IMG_CONTEXT>",
             "mistral3": "[IMG]",
             "lighton_ocr": "<|image_pad|>",
             "aya_vision": "<|IMG_PATCH|>",

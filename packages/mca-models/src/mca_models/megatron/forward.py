@@ -43,6 +43,8 @@ def model_logits(models: LiveModel, input_ids: Tensor, given: GivenMedia | None 
     media: list[SequenceMedia | None] = []
 
     def check() -> tuple[int, int]:
+        if input_ids.dim() != 2 or not input_ids.numel():
+            raise McaError(f"input_ids has shape {list(input_ids.shape)}; expected [batch, seq] with tokens")
         media.extend(located_media(models, list(input_ids), given))
         return models.rank_context.coordinates.dp, media_checksum(media)
 
@@ -53,9 +55,8 @@ def model_logits(models: LiveModel, input_ids: Tensor, given: GivenMedia | None 
     tokens = _padded(models, input_ids.to(platform.current_device()))
     steps = micro_batch_group(models)
     rows = tokens.shape[0] // steps
-    ropes = length_dependent_ropes(*models.chunks)
-    set_longest_sequence(ropes, length)
     with inference(models):
+        set_longest_sequence(length_dependent_ropes(*models.chunks), length)
         outputs = get_forward_backward_func()(
             forward_step_func=_forward_step,
             data_iterator=[_micro(models, chunk, tokens, rows, length, media) for chunk in models.chunks],
@@ -67,14 +68,13 @@ def model_logits(models: LiveModel, input_ids: Tensor, given: GivenMedia | None 
             collect_non_loss_data=True,
         )
     shape = (tokens.shape[0], tokens.shape[1], models.config.head.num_labels or models.config.vocab_size)
-    set_longest_sequence(ropes, 0)
     return _broadcast_logits(models, outputs, shape)[:batch, :length]
 
 
 def located_media(
     models: LiveModel, sequences: Sequence[Tensor], given: GivenMedia | None
 ) -> list[SequenceMedia | None]:
-    """Return the media of each sequence.
+    """Return the media of each sequence, after checking that all tokens are in the vocabulary.
 
     Args:
         models: The model.
@@ -82,8 +82,10 @@ def located_media(
         given: Media of each; None: of none.
 
     Raises:
-        McaError: The media are not those of the placeholders, or the model or its layout does not support them.
+        McaError: A token is no row of the embedding, the media are not those of the placeholders, or the model or its
+            layout does not support them.
     """
+    _require_vocabulary(sequences, models.config.vocab_size)
     if given is None:
         given = [None] * len(sequences)
     if len(given) != len(sequences):
@@ -101,6 +103,19 @@ def located_media(
         problems = image_problems(models.config, layout, models.megatron, trains=False)
         raise_problems(problems, f"images for {models.config.model_type} at {layout}")
     return found
+
+
+def _require_vocabulary(sequences: Sequence[Tensor], vocab_size: int) -> None:
+    """Raise for tokens that only some ranks would reject: tensor ranks embed those of other ranks as zeros."""
+    tokens = torch.cat([*sequences]) if sequences else torch.empty(0, dtype=torch.int64)
+    if tokens.is_floating_point() or tokens.is_complex():
+        raise McaError(f"input_ids has dtype {tokens.dtype}; expected integers, the ids of tokens")
+    least, most = (int(end) for end in tokens.aminmax()) if tokens.numel() else (0, 0)
+    if least < 0 or most >= vocab_size:
+        raise McaError(
+            f"input_ids has token {least if least < 0 else most}; expected 0 to {vocab_size - 1}, the model's "
+            "vocabulary: use its tokenizer, or from_pretrained(..., vocab_size=...)"
+        )
 
 
 def media_checksum(found: Sequence[SequenceMedia | None], start: int = 0) -> int:
@@ -216,6 +231,7 @@ def inference(models: LiveModel) -> Iterator[None]:
         models.megatron.mtp_num_layers = depth
         for chunk, before in zip(chunks, predicting, strict=True):
             chunk.mtp_process = before
+        set_longest_sequence(length_dependent_ropes(*chunks), 0)
 
 
 def _broadcast_logits(models: LiveModel, outputs: list[Tensor], shape: tuple[int, int, int]) -> Tensor:

@@ -146,6 +146,7 @@ _IN_ITS_FILE = (
     "phi",
     "phi3",
     "phimoe",
+    "qianfan_ocr",
     "qwen2_5_omni_thinker",
     "qwen2_5_vl",
     "qwen2_audio",

@@ -96,7 +96,7 @@ FAMILY = vision_language_family(
         spellings=(_FILES, _SAVED, module_spelling(TOWER, _PROJECTOR)),
         projector=(_PROJECTOR,),
         image_tokens="padded_patches",
-        fused_qkv=True,
+        fused_qkv="rope pairs",
     ),
     NestedTextConfig(text_model_type="", tied=True, defaults=_TOKENS),
     assumed=True,

@@ -289,6 +289,7 @@ _MAKERS: Mapping[str, _Maker] = {
     "row_column_tiles": _row_column_tiles,
     "thumbnail_tiles": _thumbnail_tiles,
     "word_marks": _word_marks,
+    "word_tiles": _tiles,
 }
 
 
@@ -337,11 +338,11 @@ def with_image_marks(
 
     Gemma's templates write only the start mark. The processor adds the rest to the rendered text, where line breaks
     merge with adjacent ones into one token. Llama 4's write the mark before the tile of the whole image, and those
-    of Aya Vision and Ovis 2 another word than the placeholder. InternVL's processor writes a title before the first
-    frame of a video.
+    of Aya Vision, Ovis 2 and Qianfan-OCR another word than the placeholder. InternVL's processor writes a title
+    before the first frame of a video.
     """
     kind, vision = _kind(config), config.vision_fields
-    if kind in ("tile_rows", "named_tiles", "word_marks") and vision is not None:
+    if kind in ("tile_rows", "named_tiles", "word_marks", "word_tiles") and vision is not None:
         placeholder = tokenizer.convert_ids_to_tokens(placeholders(vision)["image"])
         return with_image_text(tokenizer, "<|image|>" if kind == "tile_rows" else "<image>", placeholder)
     part = get_family(config.model_type).vision

@@ -65,6 +65,7 @@ _BLOCKS = {
     "clip_vision_model": _Block(attention=4, inner=3),  # as SigLIP, and a sigmoid in the activation
     "siglip_vision_model": _Block(attention=4),  # no RoPE, and no copy of the merged heads
     "internvl_vision": _Block(attention=6),  # the same, with layer scale after attention and MLP
+    "qianfan_ocr_vision": _Block(attention=6),
     "llama4_vision_model": _Block(attention=4),  # RoPE of complex numbers, which saves no copy
     "pixtral": _Block(attention=4, inner=4, single=2),
     "lfm3_vl_vision": _GATED,  # convolutions with their gates save as much as attention
@@ -184,7 +185,7 @@ def _image_layout(config: McaModelConfig, vision: Values, sizes: Values) -> Imag
     if family.image_tokens == "joined_tiles":
         return "joined_tiles", None, 1
     side = _square_side(sizes["image_size"])
-    if sizes["model_type"] == "internvl_vision":
+    if sizes["model_type"] in ("internvl_vision", "qianfan_ocr_vision"):
         return "tiles", side, int(1 / vision.get("downsample_ratio", 0.5))
     assert family.tokens_per_image is not None, "such a tower gives a fixed number of tokens"
     tokens = family.tokens_per_image(config)

@@ -72,20 +72,21 @@ def vision_model(config: McaModelConfig, dtype: torch.dtype) -> HfModel:
     assert family is not None, "a model with a vision configuration has a vision model"
     delattr(model, family.text_module)
     if family.fused_qkv:
-        for layer in model.vision_tower.layers:
-            _fuse_qkv(layer.attn)
+        for module in [*model.vision_tower.layers.modules()]:
+            if hasattr(module, "q_proj"):
+                _fuse_qkv(module, turned=family.fused_qkv == "rope pairs")
     return model
 
 
-def _fuse_qkv(attention: HfModel) -> None:
-    """Keep q, k and v in one linear, as the checkpoint has them."""
+def _fuse_qkv(attention: HfModel, *, turned: bool) -> None:
+    """Keep q, k and v in one linear, as the checkpoint has them; ``turned``: with RoPE pairs next to each other."""
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-    fused = torch.nn.Linear(1, 1)
-    for leaf in ("weight", "bias"):
+    fused = torch.nn.Linear(1, 1, bias=projections[0].bias is not None)
+    for leaf, _ in [*fused.named_parameters()]:
         joined = torch.cat([getattr(each, leaf).detach() for each in projections])
         setattr(fused, leaf, torch.nn.Parameter(joined))
     attention.wqkv = fused
-    half = attention.head_dim // 2
+    half = attention.head_dim // 2 if turned else 0
     attention.q_proj, attention.k_proj, attention.v_proj = (
         _FusedProjection(fused, part, half if part < 2 else 0) for part in range(3)
     )
@@ -107,13 +108,10 @@ class _FusedProjection(torch.nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the projection of ``hidden``, with the first channels of all pairs of a head before the second."""
         (fused,) = self._fused
-        weight, bias = (each.chunk(3)[self._part] for each in (fused.weight, fused.bias))
+        mine = [each.chunk(3)[self._part] for each in fused.parameters()]
         if self._half:
-            weight, bias = (
-                each.unflatten(0, (-1, self._half, 2)).transpose(1, 2).flatten(0, 2)
-                for each in (weight, bias)
-            )
-        return torch.nn.functional.linear(hidden, weight, bias)
+            mine = [each.unflatten(0, (-1, self._half, 2)).transpose(1, 2).flatten(0, 2) for each in mine]
+        return torch.nn.functional.linear(hidden, *mine)
 
 
 def without_text(hf: JsonObject) -> JsonObject:

@@ -178,7 +178,6 @@ def model_log_probs(
             collect_non_loss_data=True,
         )
         routed = rows.routed_experts() if batch.return_routed_experts else None
-    set_longest_sequence(length_dependent_ropes(*models.chunks), 0)
     kinds = 1 + values.entropy
     group = parallel.pipeline_group()
     shape = (kinds, rows.count * rows.height, rows.length)

@@ -49,7 +49,7 @@ from mca_models.megatron.state.export import (
     packed_buckets,
 )
 from mca_models.megatron.state.load import load_local_weights
-from mca_models.megatron.state.save import save_hf
+from mca_models.megatron.state.save import save_hf, save_mca
 from mca_models.megatron.state.stream import Piece
 from mca_models.megatron.state.weight_receiver import Weight, load_on_all_ranks
 from mca_models.megatron.tensors import cast_finite, to_torch
@@ -143,7 +143,7 @@ class PeftModels(VirtualModels):
         self.adapter, self.rules = adapter, rules
         self._before = [(parameter, parameter.requires_grad) for parameter in base.parameters()]
         self._rate_before = self.megatron.moe_router_bias_update_rate
-        self._originals: list[Tensor] = []
+        self._originals: list[Tensor] | None = None  # of the merged weights, of which a rank may have none
         self._attached = self._attach()
         self._adapters.append(adapter)
         self._factors = [pair for item in self._attached for pair in item.live]
@@ -244,7 +244,7 @@ class PeftModels(VirtualModels):
     @property
     def merged(self) -> bool:
         """Return whether the adapter is merged into the weights."""
-        return bool(self._originals)
+        return self._originals is not None
 
     @torch.no_grad()
     def merge_adapter(self) -> None:
@@ -265,12 +265,12 @@ class PeftModels(VirtualModels):
     @torch.no_grad()
     def unmerge_adapter(self) -> None:
         """Restore the original weights bit by bit."""
-        if not self.merged:
+        if self._originals is None:
             raise McaError("the adapter is not merged; call merge_adapter first")
         for item, original in zip(self._attached, self._originals, strict=True):
             item.base.copy_(original)
             item.switch.merged = False
-        self._originals = []
+        self._originals = None
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
@@ -317,17 +317,6 @@ class PeftModels(VirtualModels):
         for parameter, trained in self._before:
             parameter.requires_grad_(trained)
         self.megatron.moe_router_bias_update_rate = self._rate_before
-
-    @contextmanager
-    def _folded(self) -> Iterator[None]:
-        if self.merged:
-            yield
-            return
-        self.merge_adapter()
-        try:
-            yield
-        finally:
-            self.unmerge_adapter()
 
     def save_pretrained(
         self,
@@ -378,8 +367,7 @@ class PeftModels(VirtualModels):
     def save_merged(self, directory: str | Path, *, overwrite: bool = False) -> None:
         """Write an MCA checkpoint of the model with the adapter merged in; collective."""
         require_same_arguments("save_merged", directory=str(directory), overwrite=overwrite)
-        with self._folded():
-            super().save_pretrained(directory, overwrite=overwrite)
+        save_mca(self, Path(directory), overwrite=overwrite, piece=self._merged_piece())
 
     def load_weights(self, weights: Iterable[Weight]) -> None:
         """Load the adapter, from tensors under PEFT's names, or else the base model; collective.

@@ -30,14 +30,24 @@ _BUCKET_BYTES = 8 << 20
 """Bytes that are sent at once; small, because the disk is slower than the network."""
 
 
-def save_mca(models: LiveModel, directory: Path, *, overwrite: bool = False) -> None:
-    """Write an MCA checkpoint; see ``VirtualModels.save_pretrained``."""
+def save_mca(
+    models: LiveModel, directory: Path, *, overwrite: bool = False, piece: Piece | None = None
+) -> None:
+    """Write an MCA checkpoint; see ``VirtualModels.save_pretrained``.
+
+    Args:
+        models: The model.
+        directory: Path of the checkpoint.
+        overwrite: Replace an existing directory.
+        piece: This rank's shards, if not the live tensors.
+    """
+    piece = piece or dict(models.canonical_parameters()).get
     layout = McaLayout(model_params(models), models.config, *split_specs(gather_param_specs(models)))
     with shared_directory(directory, overwrite=overwrite) as folder:
         iteration = folder / iteration_name(1)
         shares = list(_shares(models, layout, iteration))
         run_on_all_ranks(lambda: _make_files(shares))
-        everyone = run_on_all_ranks(lambda: {share.name: share.write(models) for share in shares})
+        everyone = run_on_all_ranks(lambda: {share.name: share.write(piece) for share in shares})
         run_on_first_rank(lambda: _finish_mca(models, layout, everyone, folder))
 
 
@@ -78,9 +88,8 @@ class _Share:
     number: int
     count: int
 
-    def write(self, models: LiveModel) -> Written:
+    def write(self, piece: Piece) -> Written:
         """Write and sync it."""
-        live = dict(models.canonical_parameters())
         first = len(self.plan.header)
         size = self.plan.nbytes - first
         low, high = (first + size * number // self.count for number in (self.number, self.number + 1))
@@ -90,7 +99,9 @@ class _Share:
                     min(max(edge - info.offset, 0), info.nbytes) // info.itemsize for edge in (low, high)
                 )
                 if start < stop:
-                    elements = live[name].detach().reshape(-1)[start:stop]
+                    whole = piece(name)
+                    assert whole is not None, f"this rank has no {name}"
+                    elements = whole.detach().reshape(-1)[start:stop]
                     writer.write(name, _bytes(elements), start * info.itemsize)
         return writer.written
 

@@ -12,7 +12,7 @@ from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
 from mca_models.templates.config_table import HfConfig
 from mca_models.weights import Param, Stage
-from mca_models.weights.layouts import FusedRotaryHeads
+from mca_models.weights.layouts import Concat, FusedRotaryHeads
 
 Shape = tuple[int, ...]
 Shapes = dict[str, Shape]
@@ -40,6 +40,7 @@ ImageTokenKind = Literal[
     "row_column_tiles",
     "thumbnail_tiles",
     "word_marks",
+    "word_tiles",
 ]
 """Division of an image into tokens: a grid of merged patches, the same of an image that is padded at its ends; tiles of
 equally many tokens, the same in rows with marks between them (``tile_rows``), each before a mark (``tile_breaks``), or
@@ -47,7 +48,8 @@ behind its number (``named_tiles``); lines with a mark after each, or without ma
 tokens, with Gemma 3's marks around them (``fixed``) or alone (``plain``); a grid of pooled patches between Gemma 4's
 marks (``pooled``); tiles whose features are joined without their padding (``joined_tiles``); tiles behind their row and
 column (``row_column_tiles``); the same before the whole image in its own proportions (``thumbnail_tiles``);
-or the whole image before its tiles, with marks between them that have features too (``word_marks``)."""
+or the whole image before its tiles, with marks between them that have features too (``word_marks``). Chat templates
+write a word for an image of these and of ``word_tiles``, which are ``tiles``."""
 
 VideoTokenKind = Literal[
     "together", "timestamps", "second_after", "seconds_after", "minutes", "numbered", "pooled"
@@ -231,8 +233,9 @@ class VisionModel:
         reach: Largest number of later tokens that an image token attends to; 0: attention is causal.
         windowed: Only layers with a sliding window have bidirectional attention inside images.
         audio: The audio tower; None: there is none.
-        fused_qkv: Files have q, k and v of a tower's layer in one tensor, ``FUSED_QKV``, with the channels of a RoPE
-            pair next to each other, and so has mca; transformers' modules have three.
+        fused_qkv: Files have q, k and v of a tower's layer in one tensor, ``FUSED_QKV``, and so has mca; transformers'
+            modules have three. It is the order of rows in that tensor: with the channels of a RoPE pair next to each
+            other (``rope pairs``), or as in the modules; None: there is no such tensor.
     """
 
     tensors: Callable[[McaModelConfig], Shapes]
@@ -250,7 +253,7 @@ class VisionModel:
     reach: Callable[[McaModelConfig], int] = lambda config: 0
     windowed: bool = False
     audio: AudioTower | None = None
-    fused_qkv: bool = False
+    fused_qkv: Literal["rope pairs", "one after the other"] | None = None
 
     def component(self, name: str, config: McaModelConfig) -> str:
         """Return the component of a tower's ``name``: ``vision``, ``audio``, ``projector``, or ``unused``."""
@@ -286,6 +289,8 @@ class VisionModel:
         if not (self.fused_qkv and FUSED_QKV in name and spelling is self.spellings[-1]):
             return plain
         names = tuple(spelling.vision_to_file(own) for own in split_qkv(name))
+        if self.fused_qkv == "one after the other":
+            return replace(plain, hf=names, layout=Concat((1, 1, 1)))
         heads = (config.vision_fields or {})["vision_config"].get("num_attention_heads", 16)
         return replace(plain, hf=names, layout=FusedRotaryHeads(shape[0] // 3 // heads // 2))
 
@@ -297,7 +302,13 @@ class VisionModel:
     def detect_spelling(self, config: McaModelConfig, names: Collection[str]) -> int:
         """Return the index of the spelling of a checkpoint with these tensor names."""
         own = self.tensors(config)
-        hits = [sum(each.vision_to_file(name) in names for name in own) for each in self.spellings]
+        hits = [
+            (
+                sum(each.vision_to_file(name) in names for name in own),
+                any(name.startswith(each.text + each.layers) for name in names),
+            )
+            for each in self.spellings
+        ]
         return hits.index(max(hits))
 
     def more(
