@@ -176,15 +176,9 @@ class Mamba(SequenceMixer):
             config, column, row, self.groups.tp, rows=sum(sizes), inside=sizes[0]
         )
         channels, kernel = sum(self.sizes[1:4]), given(model.mamba).mamba_conv_kernel_dim
-        convolution = torch.nn.Conv1d(
-            channels,
-            channels,
-            kernel,
-            groups=channels,
-            bias=given(model.mamba).mamba_conv_bias,
-            dtype=config.params_dtype,
+        self.conv1d = CausalConvolution.build(
+            channels, kernel, config, bias=given(model.mamba).mamba_conv_bias
         )
-        self.conv1d = CausalConvolution.from_conv1d(convolution, find_kernel("causal_conv1d_fn", config))
         self.scan = find_kernel("mamba_chunk_scan_combined", config)
         for name in _HEADS:
             setattr(self, name, cut_parameter((self.sizes[4],), config.params_dtype))

@@ -16,7 +16,7 @@ from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Typed
 from mca_models.megatron.features.feature import LayerContext, SpecChanges
-from mca_models.megatron.features.kernels import Kernel
+from mca_models.megatron.features.kernels import Kernel, find_kernel
 from mca_models.megatron.layers.sharded import sharded_state
 from mca_models.megatron.layers.zigzag import rank_token_ranges, restore_token_order
 from mca_models.megatron.names import Implementation
@@ -220,6 +220,15 @@ class CausalConvolution(torch.nn.Conv1d):
 
     kernel: Kernel | None
     activation: Literal["silu"] | None = "silu"
+
+    @classmethod
+    def build(
+        cls, channels: int, width: int, config: MegatronConfig, *, bias: bool = False
+    ) -> "CausalConvolution":
+        """Return one whose parameters are not filled."""
+        module = cls(channels, channels, width, groups=channels, bias=bias, dtype=config.params_dtype)
+        module.kernel = find_kernel("causal_conv1d_fn", config)
+        return module
 
     @classmethod
     def from_conv1d(cls, convolution: torch.nn.Conv1d, kernel: Kernel | None) -> "CausalConvolution":

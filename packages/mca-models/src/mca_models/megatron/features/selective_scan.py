@@ -154,8 +154,6 @@ class SummedLinear(torch.nn.Module):
         weight: MarkedParameter = cut_parameter((rows, columns), config.params_dtype)
         weight.partition_dim = 1
         self.weight = weight
-        if config.perform_initialization:
-            config.init_method(self.weight)
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         """Map this rank's channels ``[..., columns]`` to ``[..., rows]``; the bias is None."""
@@ -203,9 +201,6 @@ class StepProjection(torch.nn.Module):
         super().__init__()
         self.weight = cut_parameter((channels, rank), config.params_dtype)
         self.bias = cut_parameter((channels,), config.params_dtype)
-        if config.perform_initialization:
-            config.init_method(self.weight)
-            torch.nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Map ``[..., rank]`` to ``[..., channels]`` without the bias; return the bias in fp32 too."""
@@ -235,15 +230,9 @@ class SelectiveScan(SequenceMixer):
             rows=len(_PARTS) * sizes.scan_channels,
             inside=sizes.scan_channels,
         )
-        convolution = torch.nn.Conv1d(
-            self.channels,
-            self.channels,
-            sizes.scan_conv_kernel_dim,
-            groups=self.channels,
-            bias=sizes.scan_conv_bias,
-            dtype=config.params_dtype,
+        self.conv1d = CausalConvolution.build(
+            self.channels, sizes.scan_conv_kernel_dim, config, bias=sizes.scan_conv_bias
         )
-        self.conv1d = CausalConvolution.from_conv1d(convolution, find_kernel("causal_conv1d_fn", config))
         self.scan = find_kernel("selective_scan_fn", config)
         self.widths = [sizes.scan_step_rank, sizes.scan_state_dim, sizes.scan_state_dim]
         self.x_proj = SummedLinear(self.channels, sum(self.widths), config, self.groups.tp)

@@ -5,14 +5,12 @@
 The convolution is causal and depthwise. Tensor ranks hold channels; context parallelism gathers the projected tokens.
 """
 
-import torch
 from torch import Tensor
 
 from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Typed
 from mca_models.megatron.features.feature import Feature
-from mca_models.megatron.features.kernels import find_kernel
 from mca_models.megatron.features.recurrent_layers import (
     CausalConvolution,
     SequenceMixer,
@@ -41,10 +39,7 @@ class ShortConvolution(SequenceMixer):
             config, column, row, self.groups.tp, rows=len(_PARTS) * hidden, inside=hidden
         )
         width = given(model.short_convolution).short_conv_kernel_dim
-        convolution = torch.nn.Conv1d(
-            self.channels, self.channels, width, groups=self.channels, bias=False, dtype=config.params_dtype
-        )
-        self.conv1d = CausalConvolution.from_conv1d(convolution, find_kernel("causal_conv1d_fn", config))
+        self.conv1d = CausalConvolution.build(self.channels, width, config)
         self.conv1d.activation = None
 
     def _sequence(self, mixed: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Sharded state of mca's modules for Megatron's distributed checkpoints, and a linear with a replicated weight."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -44,14 +44,11 @@ class ReplicatedLinear(torch.nn.Module):
         output_size: int,
         *,
         config: MegatronConfig,
-        init_method: Callable[[Tensor], object],
         **_: object,
     ) -> None:
         super().__init__()
         self.config = config
         self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
-        if config.perform_initialization:
-            init_method(self.weight)
         # with sequence parallelism each tensor rank sees its own tokens: Megatron sums the gradients
         weight: MarkedParameter = self.weight
         weight.sequence_parallel = config.sequence_parallel
