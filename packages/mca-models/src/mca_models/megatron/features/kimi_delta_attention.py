@@ -17,18 +17,18 @@ from mca_models.megatron.features.recurrent_layers import (
     linear_attention_settings,
     mixer_in_layers,
     mixer_projections,
-    split_sharded_state,
 )
 from mca_models.megatron.layers.sharded import ReplicatedLinear, cut_parameter
-from mca_models.megatron.types import MegatronConfig, ShardedState
+from mca_models.megatron.types import MegatronConfig
 
-_CUT = ("A_log", "dt_bias", "conv1d.weight")
 _PARTS = ["query", "key", "value", "beta"]
 _PARTS_WITH_GATES = ["query", "key", "value", "write", "decay", "gate"]
 
 
 class KimiDeltaAttention(SequenceMixer):
     """Kimi Delta Attention without its input norm, which is in the layer; `_module` mixes in ``MegatronModule``."""
+
+    cut = ("A_log", "dt_bias", "conv1d.weight")
 
     def __init__(
         self, config: MegatronConfig, model: McaModelConfig, column: Typed, row: Typed, **options: Typed
@@ -57,6 +57,9 @@ class KimiDeltaAttention(SequenceMixer):
         self.conv1d = CausalConvolution.build(3 * share, linear.linear_conv_kernel_dim, config)
         self.dt_bias, self.A_log = cut_parameter((share,), dtype), cut_parameter((self.heads,), dtype)
         self.rule = find_kernel("chunk_kda", config)
+        projected = [share] * 3 + [self.heads] + [share] * (0 if self.low_rank else 2)
+        parts = _PARTS if self.low_rank else _PARTS_WITH_GATES
+        self.fused = {"in_proj.weight": (projected, parts), "conv1d.weight": ([share] * 3, parts[:3])}
         self.out_norm, self.out_proj = HeadNorm(config, self.width, config.layernorm_epsilon), out_proj
 
     def _project(self, hidden_states: Tensor) -> Tensor:
@@ -81,16 +84,6 @@ class KimiDeltaAttention(SequenceMixer):
         normal = self.out_norm(out.transpose(0, 1).float()).flatten(2)
         gated: Tensor = (normal * gate.float().sigmoid()).to(mixed.dtype)
         return gated
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: Typed = None
-    ) -> ShardedState:
-        """Return the sharded state; fused projection and convolution are split into their parts."""
-        share = self.heads * self.width
-        projected = [share] * 3 + [self.heads] + [share] * (0 if self.low_rank else 2)
-        parts = _PARTS if self.low_rank else _PARTS_WITH_GATES
-        fused = {"in_proj.weight": (projected, parts), "conv1d.weight": ([share] * 3, parts[:3])}
-        return split_sharded_state(self, prefix, sharded_offsets, metadata, cut=_CUT, fused=fused)
 
 
 def _is_enabled(config: McaModelConfig) -> bool:

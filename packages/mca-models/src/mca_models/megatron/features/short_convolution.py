@@ -17,9 +17,8 @@ from mca_models.megatron.features.recurrent_layers import (
     mixer_in_layers,
     mixer_projections,
     separate_layer_states,
-    split_sharded_state,
 )
-from mca_models.megatron.types import MegatronConfig, ShardedState
+from mca_models.megatron.types import MegatronConfig
 
 _PARTS = ("gate_in", "gate_out", "inputs")
 """Parts of the input projection (B, C, x); names differ from those of Mamba's parts in ``torch_dist`` directories."""
@@ -27,6 +26,8 @@ _PARTS = ("gate_in", "gate_out", "inputs")
 
 class ShortConvolution(SequenceMixer):
     """Gated short convolution of one tensor rank's channels; `_module` mixes in ``MegatronModule``."""
+
+    cut = ("conv1d.weight",)
 
     def __init__(
         self, config: MegatronConfig, model: McaModelConfig, column: Typed, row: Typed, **options: Typed
@@ -41,6 +42,7 @@ class ShortConvolution(SequenceMixer):
         width = given(model.short_convolution).short_conv_kernel_dim
         self.conv1d = CausalConvolution.build(self.channels, width, config)
         self.conv1d.activation = None
+        self.fused = {"in_proj.weight": ([self.channels] * len(_PARTS), _PARTS)}
 
     def _sequence(self, mixed: Tensor) -> Tensor:
         """Map projections ``[s, b, B C x]`` of one sequence to gated values ``[s, b, channels]``."""
@@ -48,15 +50,6 @@ class ShortConvolution(SequenceMixer):
         convolved = self.conv1d((before * x).permute(1, 2, 0)).permute(2, 0, 1)
         gated: Tensor = after * convolved
         return gated
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: Typed = None
-    ) -> ShardedState:
-        """Return the sharded state; the input projection is split into its parts, independent of the layout."""
-        fused = {"in_proj.weight": ([self.channels] * len(_PARTS), _PARTS)}
-        return split_sharded_state(
-            self, prefix, sharded_offsets, metadata, cut=("conv1d.weight",), fused=fused
-        )
 
 
 SHORT_CONVOLUTION = Feature(
