@@ -33,6 +33,7 @@ DENSE = (
     "lfm3_vl",
     "lighton_ocr",
     "qianfan_ocr",
+    "got_ocr2",
     "ovis2",
     "exaone4_5",
     "deepseek_vl",

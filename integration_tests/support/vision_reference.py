@@ -47,6 +47,7 @@ SECONDS = (1.5, 0.3)
 ONE_SIZE = (
     "internvl",
     "qianfan_ocr",
+    "got_ocr2",
     "gemma3",
     "llava",
     "vipllava",

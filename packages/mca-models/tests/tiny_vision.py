@@ -172,6 +172,16 @@ CASES: dict[str, Case] = {
         },
         {"image_seq_length": 4, "image_token_id": 65},
     ),
+    "got_ocr2": (
+        "got_ocr2",
+        {"model_type": "qwen2", "head_dim": 8},
+        {
+            **{key: value for key, value in _SIGLIP.items() if key != "intermediate_size"},
+            **{"patch_size": 2, "mlp_dim": 24, "output_channels": 12},
+            **{"window_size": 3, "global_attn_indexes": [1]},
+        },
+        {"image_token_index": 65, "tie_word_embeddings": False},
+    ),
     "qianfan_ocr": (
         "qianfan_ocr",
         {"model_type": "qwen3"},

@@ -90,6 +90,7 @@ _IN_ITS_FILE = (
     "glm4v",
     "glm_moe_dsa",
     "glmasr",
+    "got_ocr2",
     "gpt2",
     "gpt_bigcode",
     "gpt_neox",

@@ -84,6 +84,7 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
         "InternVL 3 in HF's format: `qwen2`, `qwen3`, `qwen3_moe`, `llama` or `gpt_oss` with a vision model",
         "as of the text part",
     ),
+    "got_ocr2": ("GOT-OCR 2: `qwen2` with a SAM vision model", "as of the text part"),
     "qianfan_ocr": ("`qwen3` with the vision model of `internvl`", "as of the text part"),
     "mistral3": ("`mistral`, `ministral3` or `mistral4` with a vision model", "as of the text part"),
     "kimi_k2": ("DeepSeek V3 under its own type", "Megatron's"),
@@ -363,7 +364,7 @@ _REASONS: Mapping[str, str] = {
         "voxtral_realtime"
     ),
     "a vision model that mca does not know; its text part is of a supported type": (
-        "aria deepseek_vl_hybrid fast_vlm got_ocr2 hyperclovax_vision_v2 "
+        "aria deepseek_vl_hybrid fast_vlm hyperclovax_vision_v2 "
         "idefics2 llava_next_video "
         "minicpm_ocr minicpmv4_6 minicpmv4_7 nemotron_h_omni perception_lm "
         "video_llama_3 video_llava"
