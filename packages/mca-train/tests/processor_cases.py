@@ -474,6 +474,7 @@ CASES = {
     "glm4v": glm(),
     "glm4v_moe": glm(),
     "glm46v": glm(Glm46VProcessor),
+    "glm_ocr": glm(Glm46VProcessor),
     "internvl": INTERNVL,
     "qianfan_ocr": QIANFAN,
     "got_ocr2": GOT,

@@ -61,6 +61,7 @@ _BLOCKS = {
     "glm4v_vision": _GATED,
     "exaone4_5_vision": _GATED,
     "glm4v_moe_vision": _GATED,
+    "glm_ocr_vision": _Block(inner=4, single=4),
     "qwen2_vl_vision": _Block(inner=3),  # an approximate GELU that saves its factors
     "clip_vision_model": _Block(attention=4, inner=3),  # as SigLIP, and a sigmoid in the activation
     "siglip_vision_model": _Block(attention=4),  # no RoPE, and no copy of the merged heads
