@@ -73,6 +73,20 @@ MODELS: dict[str, Values] = {
         "vision_config": TOWER
         | {"model_type": "qianfan_ocr_vision", "image_size": [448, 448], "patch_size": [14, 14]},
     },
+    "norms of heads": {
+        "model_type": "glm_ocr",
+        "image_token_id": 31990,
+        "tie_word_embeddings": False,
+        "text_config": BASE
+        | {"model_type": "glm_ocr_text", "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+        "vision_config": {key: value for key, value in TOWER.items() if key[:4] != "num_"}
+        | {
+            "model_type": "glm_ocr_vision",
+            "depth": 12,
+            "num_heads": 8,
+            "out_hidden_size": BASE["hidden_size"],
+        },
+    },
     "kept scores": {
         "model_type": "got_ocr2",
         "image_token_index": 31990,
@@ -124,6 +138,7 @@ REQUESTS: dict[str, tuple[str, Values, Values]] = {
             "convolutions",
             "fused layers",
             "kept scores",
+            "norms of heads",
             "visual words",
             "lone tiles",
         )
