@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from mca_config.errors import McaError
 from train_cases import sparse_checkpoint
 from verl_data import FSDP, MCA, sft_overrides, write_inputs, write_vision_inputs
 
@@ -472,6 +474,20 @@ def test_a_killed_run_resumes_bit_for_bit(mca):
 def test_a_run_resumes_on_another_layout(mca):
     for key in ("train/loss", "train/lr"):
         assert logged(mca, "other", key) == pytest.approx(logged(mca, "whole", key)[10:], rel=1e-5), key
+
+
+def test_the_configuration_for_the_rollout_has_one_rank_and_scale():
+    """Engines scale by alpha / rank; SGLang does not read use_rslora."""
+    from mca_train.clients.verl.adapters import rollout_config
+
+    def sent(**settings: Any) -> Any:
+        document = {"r": 16, "lora_alpha": 8, "target_modules": ["q_proj"], "lora_dropout": 0.0, **settings}
+        return rollout_config(SimpleNamespace(peft_config=lambda *, per_expert: dict(document)))
+
+    assert (sent()["lora_alpha"], sent(use_rslora=True)["lora_alpha"]) == (8, 32)  # 32 / 16 = 8 / sqrt(16)
+    assert "use_rslora" not in sent(use_rslora=True)
+    with pytest.raises(McaError, match=r"alpha_pattern of the adapter: .*set model\.lora\.merge to true"):
+        sent(alpha_pattern={"q_proj": 4})
 
 
 @pytest.mark.cases(0, always=["tp2"])

@@ -227,16 +227,35 @@ def refused(path: Path) -> list[str]:
         with pytest.raises(McaError) as error:
             models.log_probs(ids, **options)
         said.append(str(error.value))
+    wrong = ids - torch.distributed.get_rank()
+    for compute, tokens in (
+        (models.log_probs, wrong),
+        (models.logits, ids + 70),
+        (models.logits, ids.float()),
+        (models.logits, ids[:0]),
+    ):
+        with pytest.raises(McaError) as error:
+            compute(tokens)
+        said.append(str(error.value))
+    left_out = models.log_probs(wrong, mask=(wrong >= 0).int()).log_probs
+    assert bool(left_out.any()) == (torch.distributed.get_rank() == 0)
     return said
 
 
 def test_what_cannot_be_asked_is_refused(tmp_path: Path) -> None:
     said, other = run_ranks(2, refused, make_reference("llama", tmp_path).path)
     assert other == said
+    vocabulary = (
+        "expected 0 to 69, the model's vocabulary: use its tokenizer, or from_pretrained(..., vocab_size=...)"
+    )
     assert said == [
         "mask has shape [2, 3]; expected [2, 4], as input_ids",
         "cu_seqlens must increase from 0 to the length of the only row of input_ids, without a mask",
         "temperature is 0.0; expected a positive number",
         "micro_batch_size and chunk_size must be at least 1",
         "to='first' is none of all, replicas",
+        f"input_ids has token -1; {vocabulary}",
+        f"input_ids has token 70; {vocabulary}",
+        "input_ids has dtype torch.float32; expected integers, the ids of tokens",
+        "input_ids has shape [0, 4]; expected [batch, seq] with tokens",
     ]

@@ -394,6 +394,7 @@ CASES: dict[str, tuple[str, str, int, Values]] = {
     "pooled frozen": ("pooled", "sft", 8, {PP: 2}),
     "inner layer frozen": ("inner layer", "sft", 8, {PP: 2}),
     "both ways frozen": ("both ways", "sft", 8, {PP: 2}),
+    "prediction full": ("prediction", "sft", 8, {EP: 4} | FULL),
 }
 SAMPLE = ("vpp sp", "chunked tp", "experts etp 1", "prediction", "windows", "images")
 

@@ -69,7 +69,6 @@ IN_TRAINING: Mapping[str, Mapping[str, str]] = {
         "plan.counts": "parameters of the tower",
         "plan.vision_memory": "memory of the tower",
         "run.rules": "keys of media",
-        "run.settings": "adapters of models without a tower are checked before torch is imported",
     },
 }
 """Modules of mca-train that read a section, with the reason; the planner reads sizes of `templates.parts`."""

@@ -5,16 +5,14 @@ sentence instead of replacing the word. Each measure is shown to find a planted 
 """
 
 import ast
-import io
 import re
-import tokenize
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-from source_tree import FILES, ROOT, nodes
+from source_tree import FILES, ROOT, nodes, parsed
 
 # Limits of the rates: those that other libraries of this field keep.
 MAX_SOURCE_WORDS_PER_1000 = 0.2
@@ -34,6 +32,11 @@ NAMES = re.compile(
     r"place|places|facts|pulse|sign|usual|subject|nesting|both_ways|chosen_keys|late|asked|settle|said|speak|mended|"
     r"valued|mismatched|compared|masters|lineage|survey|found|others|kin|given|unread|unmatched|begun)($|_)"
 )
+STRING_OR_COMMENT = re.compile(
+    r'''"""(?:\\.|[^\\])*?"""|'{3}(?:\\.|[^\\])*?'{3}|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|(#[^\n]*)''',
+    re.DOTALL,
+)
+"""A string, or a comment as the first group: a tenth of the time of `tokenize`, with the same comments."""
 ALLOWED_NAMES = {
     "in_place": "PyTorch's term for an operation that overwrites its input",
     "found_inf": "PyTorch's name of the overflow flag of a gradient scaler",
@@ -88,20 +91,30 @@ def texts(source: str) -> Iterator[tuple[int, str]]:
     for node in nodes(source):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
             yield node.lineno, node.value
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            yield token.start[0], token.string
+    for match in STRING_OR_COMMENT.finditer(source):
+        if match[1]:
+            yield source.count("\n", 0, match.start()) + 1, match[1]
+
+
+def statements(source: str) -> Iterator[ast.AST]:
+    """Yield the module and all statements in it; a twentieth of all nodes."""
+    waiting: list[ast.AST] = [parsed(source)]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+            waiting += getattr(node, name, [])
 
 
 def docstrings(source: str) -> Iterator[tuple[int, str]]:
-    for node in nodes(source):
+    for node in statements(source):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             if text := ast.get_docstring(node):
                 yield getattr(node, "lineno", 1), text
 
 
 def definitions(source: str) -> Iterator[tuple[int, str]]:
-    for node in nodes(source):
+    for node in statements(source):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield node.lineno, node.name
 

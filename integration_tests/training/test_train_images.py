@@ -446,7 +446,7 @@ def test_rewards_of_pictures_train_as_in_transformers(layout: str, folder: Path)
 
 
 @SCORED
-@pytest.mark.cases(0, always=["tp2-qwen3_5"])
+@pytest.mark.cases(0)
 @pytest.mark.parametrize("layout", HEAD_LAYOUTS)
 def test_classes_of_pictures_train_as_in_transformers(layout: str, folder: Path) -> None:
     path = _scored(folder, 2)

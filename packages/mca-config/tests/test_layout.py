@@ -148,3 +148,14 @@ def test_a_layout_prints_short() -> None:
         tensor_model_parallel_size=2, pipeline_model_parallel_size=2, expert_model_parallel_size=4
     )
     assert str(layout) == "tp 2 pp 2 ep 4 etp 2"
+
+
+def test_all_axes_of_a_grid_are_one_group_of_all_ranks() -> None:
+    layout = ParallelLayout(
+        tensor_model_parallel_size=2, pipeline_model_parallel_size=2, expert_model_parallel_size=2
+    )
+    grid = RankGrid(layout, 8)
+    for axes in ("tp-cp-dp-pp", "etp-ep-edp-pp", "dp-pp-tp-cp"):
+        assert grid.groups(axes) == (tuple(range(8)),)
+    with pytest.raises(McaError, match="axis 'tp-ep': expected names of"):
+        grid.groups("tp-ep")

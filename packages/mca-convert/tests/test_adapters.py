@@ -99,6 +99,7 @@ def test_merging_goes_to_mca_too_and_through_any_memory(
     assert main(["verify", str(base), str(tmp_path / "hf")]) == 1
 
 
+@pytest.mark.cases(0, always=["qwen3_moe"])
 def test_blocks_of_a_few_rows_are_merged_as_whole_weights(
     pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,6 +194,7 @@ def weight_files(path: Path) -> dict[str, int]:
     return {str(file.relative_to(folder)): file.stat().st_size for file in folder.rglob("*.safetensors")}
 
 
+@pytest.mark.cases(0, always=["qwen3_moe"])
 def test_plan_says_what_is_written(pair: tuple[Path, Path], tmp_path: Path, capsys) -> None:
     base, adapter = pair
     mca, layout = tmp_path / "mca", ["--tensor_model_parallel_size=2", "--pipeline_model_parallel_size=2"]
@@ -240,6 +242,7 @@ def broken(folder: Path, file: str, part: str) -> str:
     return name
 
 
+@pytest.mark.cases(0, always=["qwen2"])
 def test_an_adapter_that_is_not_finite_is_copied_with_a_warning_and_not_cast(
     pair: tuple[Path, Path], tmp_path: Path, caplog, capsys
 ) -> None:
@@ -278,6 +281,7 @@ def test_a_base_that_is_not_finite_is_not_merged_into(
     assert f"{base}/model.safetensors: {name}" in capsys.readouterr().out
 
 
+@pytest.mark.cases(0, always=["qwen2"])
 def test_verify_compares_adapters(pair: tuple[Path, Path], tmp_path: Path, capsys) -> None:
     base, adapter = pair
     mca, half = tmp_path / "mca", tmp_path / "half"

@@ -392,15 +392,36 @@ def test_rows_of_a_merged_tensor_are_those_of_the_whole(
     params = [param for param in merged.params if param.layer in (None, 0) and merged.touches(param)]
     tensors = [part.info for param in params for part in merged.parts(param)]
     assert len(tensors) > 5
+    if name == "qwen2":
+        theirs = [key for key in load_file(source / "adapter_model.safetensors") if ".layers.0." in key]
+        changed = {
+            f"{key.removeprefix('base_model.model.').rpartition('.lora_')[0]}.weight" for key in theirs
+        }
+        assert changed == {tensor.name for tensor in tensors if isinstance(tensor, merge.MergedTensor)}
     for tensor in tensors:
         assert tensor.file == base / "model.safetensors"
         whole, rows, width = tensor.read(), tensor.shape[0], prod(tensor.shape[1:])
         for block in (1, 3, rows - 1):
             monkeypatch.setattr(merge, "_BLOCK", block * width)
+            blocks: list[int] = []
+            monkeypatch.setattr(merge.MergedTensor, "_block", counted_rows(blocks))
             for start, stop in ((0, rows), (1, rows), (2, rows - 1), (rows // 2, rows // 2 + 1)):
                 np.testing.assert_allclose(  # a product of other rows may round differently
                     tensor.read(start, stop), whole[start:stop], rtol=1e-6, atol=1e-6, err_msg=tensor.name
                 )
+            assert max(blocks, default=block) == block, "no more rows at a time than the memory allows"
+            monkeypatch.undo()
+
+
+def counted_rows(blocks: list[int]) -> Any:
+    """Return ``MergedTensor._block`` that adds the rows of each block to ``blocks``."""
+    plain = merge.MergedTensor._block
+
+    def block(tensor: Any, start: int, stop: int) -> Any:
+        blocks.append(stop - start)
+        return plain(tensor, start, stop)
+
+    return block
 
 
 def test_any_range_is_filled_as_in_the_whole() -> None:

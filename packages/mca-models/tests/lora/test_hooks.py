@@ -13,7 +13,14 @@ from mca_config.errors import McaError
 from mca_models.lora import AdapterConfig, rules_for_training
 from mca_models.lora.rules import AdapterRules
 from mca_models.megatron.names import LocalParam
-from mca_models.megatron.peft.attach import Attached, LinearGroups, attach, detach, warn_unused_dropout
+from mca_models.megatron.peft.attach import (
+    Attached,
+    LinearGroups,
+    attach,
+    begin_gradients,
+    detach,
+    warn_unused_dropout,
+)
 from mca_models.megatron.peft.initialization import initial_values
 from mca_models.megatron.peft.linear import Cut, LoraLinear, LoraPart
 from mca_models.templates import config_from_hf, get_family
@@ -244,3 +251,18 @@ def test_new_factors_have_the_deviation_of_pefts(start: bool | str, deviation: f
     assert start == "gaussian" or abs(values).max() <= 1 / 20
     assert (draw(pair.a, (8, 400)) == values).all() and not draw(pair.b, (5, 8)).any()
     assert (initial_values(config, seed + 1)(pair.a, (8, 400)) != values).any()
+
+
+@pytest.mark.parametrize(("gradients", "already"), [(True, False), (False, False), (True, True)])
+def test_the_output_of_a_frozen_embedding_requires_gradients_in_training(
+    gradients: bool, already: bool
+) -> None:
+    chunk = torch.nn.Module()
+    assert list(begin_gradients(chunk)) == []
+    chunk.embedding = torch.nn.Embedding(3, 2).requires_grad_(already)
+    (handle,) = begin_gradients(chunk)
+    with torch.set_grad_enabled(gradients):
+        output = chunk.embedding(torch.tensor([1]))
+    assert output.requires_grad is gradients and output.is_leaf is (not already)
+    handle.remove()
+    assert chunk.embedding(torch.tensor([1])).requires_grad is already

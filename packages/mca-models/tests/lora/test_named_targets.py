@@ -16,8 +16,15 @@ import torch
 import transformers
 
 from mca_config.model_config import McaModelConfig
+from mca_models.checkpoint_kinds import open_checkpoint
 from mca_models.lora.peft_directory import peft_shapes
-from mca_models.lora.peft_names import _MOST_SHOWN, EXPERT_LINEARS, _shown, complete_peft_config
+from mca_models.lora.peft_names import (
+    _MOST_SHOWN,
+    EXPERT_LINEARS,
+    _module_names,
+    _shown,
+    complete_peft_config,
+)
 from mca_models.lora.targets import linear_targets, stacked_targets
 from mca_models.templates import FAMILIES, config_from_hf
 
@@ -170,3 +177,16 @@ def test_many_names_are_shown_in_part():
     assert _shown("key", names[:_MOST_SHOWN]) == f"key {', '.join(names[:_MOST_SHOWN])}"
     assert _shown("key", names) == f"key {', '.join(names[:_MOST_SHOWN])} and 2 more"
     assert _shown("key", []) == "key none"
+
+
+@pytest.mark.parametrize("case", ["qwen2", "qwen3_moe"])
+def test_modules_are_those_of_the_model_that_have_weights(case: str, tmp_path: Path) -> None:
+    """Experts are one module in transformers, and one for each expert in checkpoints."""
+    base = tiny_hf.save(case, tmp_path)
+    model = adapters.base_model(base)
+    theirs = {
+        name for name, module in model.named_modules() if name and any(True for _ in module.parameters())
+    }
+    ours = _module_names(open_checkpoint(base).config)
+    assert theirs <= ours
+    assert all(".experts." in name for name in ours - theirs) and {"model", "model.layers"} <= ours

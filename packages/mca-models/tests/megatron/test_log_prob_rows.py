@@ -290,11 +290,10 @@ def test_values_of_the_last_stage_are_sent_to_all(
     monkeypatch.setattr(torch.distributed, "get_global_rank", lambda group, rank: 100 + rank)
     monkeypatch.setattr(torch.distributed, "broadcast", broadcast)
     monkeypatch.setattr(_Rows, "routed_experts", lambda self: "experts")
-    monkeypatch.setattr(forward, "set_longest_sequence", lambda ropes, length: calls.append(length))
     values = TokenValues(entropy=entropy)
     found = forward.model_log_probs(each, lambda: made, values)
-    computing, record, options, longest, *sent = calls
-    assert computing == (each, 3, values) and record is records and longest == 0
+    computing, record, options, *sent = calls
+    assert computing == (each, 3, values) and record is records
     assert sent == ["broadcast"] * (stages > 1)
     sizes = [options[name] for name in ("num_microbatches", "seq_length", "micro_batch_size")]
     assert sizes == [2, 6, 2] and options["forward_only"] and options["collect_non_loss_data"]

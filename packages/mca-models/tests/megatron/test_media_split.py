@@ -326,3 +326,45 @@ def test_outputs_of_a_processor_are_media_by_their_names(family: Any) -> None:
     text.vision = None
     with pytest.raises(McaError, match="a kind model takes no media"):
         _items({}, text)
+
+
+@pytest.mark.parametrize("inner", [0, 2])
+@pytest.mark.parametrize(("trains", "gradients"), [(True, True), (True, False), (False, True)])
+def test_a_rank_without_images_has_no_rows_and_gradients_of_zero(
+    inner: int, trains: bool, gradients: bool
+) -> None:
+    tower: Any = torch.nn.Linear(3, 5).bfloat16()
+    settings = config()
+    settings.vision = SimpleNamespace(deepstack_layers=inner)
+    trained = [tower.weight, tower.bias] if trains else []
+    with torch.set_grad_enabled(gradients):
+        none = media_features.empty_features(tower, settings, trained)
+    assert none.shape == (0, 2 * (1 + inner)) and none.dtype == torch.bfloat16
+    assert none.requires_grad is (trains and gradients)
+    if none.requires_grad:
+        none.sum().backward()
+        assert [each.grad.shape for each in trained] == [(5, 3), (5,)]
+        assert not any(each.grad.any() for each in trained)
+    own = torch.ones(3, 2)
+    wide = media_features._with_inner_columns(own, settings)
+    assert wide.tolist() == [[1, 1] + [0, 0] * inner] * 3
+
+
+@pytest.mark.parametrize("inner", [[], [2.0, 3.0]])
+@pytest.mark.parametrize("projects", [False, True])
+def test_features_of_inner_layers_are_further_columns(inner: list[float], projects: bool) -> None:
+    """Images are one tensor of rows, or a list of one for each; Llama 4's tower leaves the projection out."""
+    last = torch.full((2, 3, 1), 5.0)
+    output = SimpleNamespace(
+        pooler_output=None if projects else [last[0], last[1]],
+        last_hidden_state=last,
+        deepstack_features=[torch.full((6, 1), value) for value in inner],
+    )
+    asked: list[Any] = []
+    tower: Any = SimpleNamespace(
+        get_image_features=lambda **images: asked.append(images) or output,
+        multi_modal_projector=lambda states: states * 10,
+    )
+    found = media_features._run_vision(tower, {"pixel_values": "pixels"})  # type: ignore[dict-item]
+    assert asked == [{"pixel_values": "pixels", "return_dict": True}]
+    assert found.tolist() == [[50.0 if projects else 5.0, *inner]] * 6

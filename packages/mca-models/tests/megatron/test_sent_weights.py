@@ -45,6 +45,7 @@ def test_a_receiver_with_all_tensors_of_its_version_has_no_problem() -> None:
         ([*RECEIVED, ("experts", FIRST, 5)], "experts from expert 5 on is not in the manifest"),
         ([("a", FULL.T), *RECEIVED[1:]], r"a has shape \[3, 2\], expected \[2, 3\]"),
         ([("a", FULL + 1), *RECEIVED[1:]], "a has other bytes than were sent"),
+        ([("a", FULL.view(torch.int32)), *RECEIVED[1:]], "a has dtype torch.int32, expected F32"),
     ],
 )
 def test_a_wrong_tensor_is_named(received: list[Any], words: str) -> None:

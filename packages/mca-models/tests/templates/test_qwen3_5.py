@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import tiny_hf
 
+from mca_config.errors import HfConfigError
 from mca_models.templates import config_from_hf, get_family
 from mca_models.templates.shapes import full_shape
 from mca_models.weights import Stage
@@ -40,3 +41,13 @@ def test_prediction_layers_beside_the_model(case: str, tmp_path: Path) -> None:
     assert shapes["mtp.layers.0.eh_proj.weight"] == (32, 64)
     # the gated attention of a decoder layer: (4 heads * 2 + 2 groups * 2) * 16
     assert shapes["mtp.layers.0.transformer_layer.self_attention.linear_qkv.weight"] == (192, 32)
+
+
+def test_the_width_of_experts_is_transformers_default_and_not_null(tmp_path: Path) -> None:
+    hf = tiny_hf.read_config(tiny_hf.save("qwen3_5_moe_text", tmp_path))
+    del hf["moe_intermediate_size"], hf["intermediate_size"]
+    config = config_from_hf(hf)
+    assert config.moe is not None
+    assert (config.moe.moe_ffn_hidden_size, config.mlp.ffn_hidden_size) == (512, 512)
+    with pytest.raises(HfConfigError, match="has no 'moe_intermediate_size'; a qwen3_5_moe_text model needs"):
+        config_from_hf({**hf, "moe_intermediate_size": None})

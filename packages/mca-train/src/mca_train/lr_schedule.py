@@ -7,13 +7,13 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from mca_config.types import JsonObject, Values
+from mca_train.config.early_rules import SCHEDULE_ERRORS, SCHEDULE_STEPS, schedule_problem
 
 if TYPE_CHECKING:
     from mca_config.training import TrainingArguments
 
 ParamGroup = dict[str, Any]
 """One of an optimizer's parameter groups, with parameters and hyperparameters of torch and Megatron."""
-_STEPS = 1000  # of a schedule that is built only as a check
 
 
 def followed_metric(name: str | None, greater_is_better: bool | None) -> str | None:
@@ -136,7 +136,7 @@ class LearningRate:
 def schedule_problems(training: "TrainingArguments") -> Iterator[str]:
     """Build the schedule as a check, because Hugging Face raises many errors about ``lr_scheduler_kwargs``."""
     try:
-        LearningRate(training, training.max_steps if training.max_steps > 0 else _STEPS)
-    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
-        name, settings = training.lr_scheduler_type.value, training.lr_scheduler_kwargs or {}
-        yield f"lr_scheduler_type {name} with lr_scheduler_kwargs {settings}: {' '.join(str(error).split())}"
+        LearningRate(training, training.max_steps if training.max_steps > 0 else SCHEDULE_STEPS)
+    except SCHEDULE_ERRORS as error:
+        settings = training.lr_scheduler_kwargs or {}
+        yield schedule_problem(training.lr_scheduler_type.value, settings, error)

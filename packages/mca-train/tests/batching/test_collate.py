@@ -5,7 +5,13 @@ from torch.utils.data import DataLoader
 
 from mca_config.errors import McaError
 from mca_models.megatron.layers.zigzag import take_rank_tokens
-from mca_train.batching.collate import CollatorFormat, CountedSamples, PadCollator, StepCollator
+from mca_train.batching.collate import (
+    CollatorFormat,
+    CountedSamples,
+    PadCollator,
+    StepCollator,
+    _require_right_padding,
+)
 from mca_train.batching.packing import build_row
 from mca_train.data.token_dataset import TokenDataset
 
@@ -374,3 +380,26 @@ def test_a_class_that_the_head_does_not_have_is_an_error(value, packed):
         McaError, match=f"has class {value:g} in 'values'; expected a whole number from 0 to 2"
     ):
         step([*kept, (IDS | {"values": [value]}, True)])
+
+
+@pytest.mark.parametrize(
+    ("mask", "is_right"),
+    [
+        ([[1, 1, 0], [1, 0, 0]], True),
+        ([[0, 0, 0], [1, 1, 1]], True),
+        ([[1, 1, 1], [1, 0, 1]], False),
+        ([[1, 1, 0], [0, 0, 1]], False),
+        ([[0, 1, 1], [1, 1, 1]], False),
+        ([[1, 1], [1, 1]], False),
+    ],
+)
+def test_padding_is_behind_the_tokens_of_each_row(mask, is_right):
+    batch = {"input_ids": torch.ones(2, 3), "position_ids": torch.tensor([[0, 1, 9], [0, 7, 9]])}
+    if not is_right:
+        with pytest.raises(McaError, match="data_collator made rows with padding before tokens"):
+            _require_right_padding(batch, torch.tensor(mask))
+    elif mask[0][0]:
+        _require_right_padding(batch, torch.tensor(mask))
+    else:
+        with pytest.raises(McaError, match="position_ids that do not count from 0"):
+            _require_right_padding(batch, torch.tensor(mask))

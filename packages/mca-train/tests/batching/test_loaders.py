@@ -52,6 +52,9 @@ def test_the_model_says_what_rows_and_steps_must_be(tmp_path: Path) -> None:
     virtual = ParallelLayout(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
     _, sampler = loaders(tmp_path, virtual, microbatch_group_size_per_vp_stage=3).train(data)
     assert (sampler.shape.group, sampler.shape.smallest_group) == (3, 2)
+    plain = ParallelLayout(pipeline_model_parallel_size=2)
+    _, sampler = loaders(tmp_path, plain, microbatch_group_size_per_vp_stage=3).train(data)
+    assert (sampler.shape.group, sampler.shape.smallest_group) == (1, 1)
 
 
 def test_the_format_of_the_collator_reaches_the_labels(tmp_path: Path) -> None:

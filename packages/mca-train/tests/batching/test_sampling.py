@@ -1,6 +1,7 @@
 from itertools import chain
 
 import pytest
+import torch
 
 from mca_train.batching.loaders import resume_position
 from mca_train.batching.position import RunPosition
@@ -123,3 +124,17 @@ def test_an_epoch_that_is_done_has_no_order_but_a_stream_goes_on(caplog):
     assert not caplog.records
     resume_position(place, streamed("seed 2"))
     assert len(caplog.records) == 1
+
+
+def test_a_new_sampler_has_the_order_of_the_first_epoch():
+    shape = BatchShape(
+        micro_batch_size=1,
+        num_micro_batches=1,
+        data_parallel_size=1,
+        data_parallel_rank=0,
+        group=1,
+        smallest_group=1,
+    )
+    fresh = [index for (index,) in StepSampler(9, shape, seed=5)]
+    assert fresh == [index for (index,) in steps(9, seed=5)[0]]
+    assert fresh == torch.randperm(9, generator=torch.Generator().manual_seed(5)).tolist()

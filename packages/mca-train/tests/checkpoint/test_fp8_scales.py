@@ -11,6 +11,11 @@ from mca_train import groups
 from mca_train.checkpoint import fp8_scales
 
 
+def rows(*values: float) -> torch.Tensor:
+    """Return a row of three equal numbers for each value."""
+    return torch.tensor(values, dtype=torch.float32)[:, None].repeat(1, 3)
+
+
 class Fp8(torch.nn.Module):
     """A module that has multiplied in fp8, or not yet."""
 
@@ -18,8 +23,7 @@ class Fp8(torch.nn.Module):
         super().__init__()
         self.num_gemms = 1
         self.fp8_meta = {
-            key: SimpleNamespace(scale=torch.full((3,), 2.0), amax_history=torch.full((4, 3), 1.0))
-            for key in passes
+            key: SimpleNamespace(scale=torch.full((3,), 2.0), amax_history=rows(1, 2, 3, 4)) for key in passes
         }
 
 
@@ -38,8 +42,8 @@ def test_scales_of_modules_that_have_run_are_written_with_the_next_maximum(
     assert found.keys() == {
         f"used.{key}.{name}" for key in ("scaling_fwd", "scaling_bwd") for name in ("scale", "amax_history")
     }
-    assert found["used.scaling_fwd.amax_history"].tolist() == [[6.0] * 3, *[[1.0] * 3] * 3]
-    assert found["used.scaling_bwd.amax_history"].tolist() == [[1.0] * 3] * 4
+    assert found["used.scaling_fwd.amax_history"].tolist() == rows(6, 2, 3, 4).tolist()
+    assert found["used.scaling_bwd.amax_history"].tolist() == rows(1, 2, 3, 4).tolist()
     assert found["used.scaling_fwd.scale"].tolist() == [2.0] * 3
 
 

@@ -1,5 +1,7 @@
 """Optimizer states whose parts a checkpoint holds only in part."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -122,3 +124,79 @@ def test_the_error_of_a_process_that_saves_is_raised(result: Any, monkeypatch: p
         else:
             assert FileSystemWriterAsync.write_preloaded_data() == result
     assert FileSystemWriterAsync.write_preloaded_data() == result
+
+
+def test_a_hybrid_optimizer_is_an_adam_while_its_state_is_saved_or_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+
+    @contextmanager
+    def as_adam(optimizer: str, *, loading: bool) -> Iterator[None]:
+        calls.append((optimizer, loading))
+        yield
+        calls.append("plain again")
+
+    monkeypatch.setattr(optimizer_state, "as_adam", as_adam)
+    monkeypatch.setattr(optimizer_state, "_load", lambda *values: calls.append(values))
+    weights: Any = "weights"
+    optimizer_state.load("own", [], tmp_path, "numbers", weights, ignored=("x",))  # type: ignore[arg-type]
+    assert calls == [("own", True), ("own", [], tmp_path, "numbers", "weights", ("x",)), "plain again"]
+    calls.clear()
+    monkeypatch.setattr(
+        optimizer_state, "_sharded", lambda optimizer, chunks, *, loading: calls.append(loading) or "state"
+    )
+    monkeypatch.setattr(optimizer_state, "_leaves", lambda state: [(None, "a", "leaf"), (None, "b", "other")])
+    monkeypatch.setattr(optimizer_state, "_numbers", lambda state: 3)
+    monkeypatch.setattr(optimizer_state, "_max_step", lambda numbers: numbers + 1)
+    monkeypatch.setattr(
+        optimizer_state, "write_state", lambda leaves, folder, *, background: (leaves, folder, background)
+    )
+    found = optimizer_state.save("own", [], tmp_path, background=True)  # type: ignore[arg-type]
+    assert found == (4, ({"0": "leaf", "1": "other"}, tmp_path, True))  # type: ignore[comparison-overlap]
+    assert calls == [("own", False), False, "plain again"]
+
+
+@pytest.mark.parametrize("step", [None, 7.0])
+def test_numbers_go_to_the_parts_that_count_steps(step: float | None) -> None:
+    scaler = {"scale": torch.zeros(1), "growth_tracker": torch.zeros(1, dtype=torch.int32), "hysteresis": 1}
+    state: Any = {
+        0: {"optimizer": {"param_groups": [{"step": 1}, {"step": 2}], "state": {}}, "grad_scaler": scaler},
+        1: {"param_groups": [{"step": 3}], "state": {"common_step": torch.tensor(3.0)}},
+        2: {"param_groups": [{"step": 4}], "state": {"common_step": torch.tensor(4.0)}},
+    }
+    saved = {"scale": 64.0, "growth_tracker": 5, "hysteresis": 2}
+    optimizer_state._put_numbers(state, optimizer_state.Numbers(step, saved), [True, True, False])
+    steps = [
+        group.get("step")
+        for part in optimizer_state._parts(state)
+        for group in optimizer_state._param_groups(part)
+    ]
+    assert steps == ([7, 7, 7, 4] if step else [None, None, None, 4])
+    common = [float(state[number]["state"]["common_step"]) for number in (1, 2)]
+    assert common == ([7, 4] if step else [3, 4])
+    found = state[0]["grad_scaler"]
+    assert (found["scale"].tolist(), found["growth_tracker"].tolist(), found["hysteresis"]) == (
+        [64.0],
+        [5],
+        2,
+    )
+    assert found["growth_tracker"].dtype == torch.int32
+    assert "grad_scaler" not in state[1]
+
+
+@pytest.mark.parametrize(
+    ("tracker", "hysteresis", "kept"), [(3, 1, (3, 1)), (9, 2, (9, 2)), (10, 3, (9, 2)), (99, 0, (9, 0))]
+)
+@pytest.mark.parametrize("chained", [False, True])
+def test_counts_of_a_loss_scaler_stay_within_the_settings_of_the_run(
+    tracker: int, hysteresis: int, kept: tuple[int, int], chained: bool
+) -> None:
+    dynamic = SimpleNamespace(grad_scaler=SimpleNamespace(growth_interval=10, hysteresis=2))
+    optimizer: Any = SimpleNamespace(chained_optimizers=[SimpleNamespace(), dynamic]) if chained else dynamic
+    saved = {"scale": 2.0, "growth_tracker": tracker, "hysteresis_tracker": hysteresis}
+    found: Any = optimizer_state._clamp_scaler(saved, optimizer)
+    assert (found["growth_tracker"], found["hysteresis_tracker"], found["scale"]) == (*kept, 2.0)
+    assert optimizer_state._clamp_scaler(None, optimizer) is None
+    constant: Any = SimpleNamespace(grad_scaler=SimpleNamespace(scale=1.0))
+    assert optimizer_state._clamp_scaler(saved, constant) is saved

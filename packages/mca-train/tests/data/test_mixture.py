@@ -241,3 +241,9 @@ def test_a_split_or_a_column_that_is_not_there_is_named(tmp_path):
         loaded([{"path": str(tmp_path / "splits"), "split": "dev"}])
     with pytest.raises(McaError, match=r"datasets, splits: columns: no column q \(columns: text\)"):
         loaded([{"path": str(tmp_path / "splits"), "columns": {"text": "q"}}])
+
+
+def test_a_source_of_one_sample_repeats_as_often_as_it_is_drawn():
+    mixture = Mixture([part(0, 1), part(100, 3)], ["a", "b"], [1, 1], 7)
+    assert mixture.epochs == (2, 2 / 3)
+    assert mixture.describe() == "a 2 of 1 sample (2.00 epochs), b 2 of 3 samples (0.67 epochs)"

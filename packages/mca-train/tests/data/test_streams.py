@@ -204,3 +204,16 @@ def test_an_error_of_a_worker_is_one_line(tmp_path):
     with pytest.raises(McaError) as error:
         list(iterate_steps(DataLoader(steps, batch_size=None, collate_fn=list, num_workers=1)))
     assert str(error.value) == "train_file, row 0: prompt and completion must be text; got 'a' and 3"
+
+
+@pytest.mark.parametrize("odd", [0, 1, 2])
+def test_one_file_of_several_with_other_columns_is_an_error(odd, tmp_path):
+    files = []
+    for number in range(3):
+        row = {"prompt": "1+1=", "completion": "2", "other": number}
+        if number == odd:
+            row["response"] = row.pop("completion")
+        files.append(tmp_path / f"{number}.jsonl")
+        files[-1].write_text(json.dumps(row) + "\n")
+    with pytest.raises(McaError, match=rf"all files must have the same columns \(.*{odd}.jsonl: prompt[;)]"):
+        load_stream(TASKS["sft"], [*map(str, files)], byte_tokenizer(), arguments(), seed=None)

@@ -40,3 +40,29 @@ def test_other_random_states_are_reported_only_with_dropout(drops, tmp_path, mon
     rates = {"hidden_dropout": 0.1 * drops, "attention_dropout": 0.0, "moe_input_jitter_eps": None}
     model: Any = SimpleNamespace(megatron=SimpleNamespace(**rates), config=SimpleNamespace(moe=None))
     assert has_dropout(model) == drops
+
+
+@pytest.mark.parametrize(
+    ("rates", "moe", "adapter", "draws"),
+    [
+        ({}, None, None, False),
+        ({"hidden_dropout": 0.1}, None, None, True),
+        ({"attention_dropout": 0.1}, None, None, True),
+        ({"moe_input_jitter_eps": 0.1}, None, None, True),
+        ({}, {}, None, False),
+        ({}, {"sparse_mixer_jitter": 0.0}, None, True),
+        ({}, {"input_jitter_noise": 0.1}, None, True),
+        ({}, None, 0.0, False),
+        ({}, None, 0.1, True),
+        ({}, {}, 0.1, True),
+    ],
+)
+def test_dropout_and_noise_draw_random_numbers(rates, moe, adapter, draws):
+    plain = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "moe_input_jitter_eps": None}
+    jitter = {"sparse_mixer_jitter": None, "input_jitter_noise": 0.0}
+    model: Any = SimpleNamespace(
+        megatron=SimpleNamespace(**(plain | rates)),
+        config=SimpleNamespace(moe=None if moe is None else SimpleNamespace(**(jitter | moe))),
+        **({} if adapter is None else {"adapter": SimpleNamespace(dropout=adapter)}),
+    )
+    assert has_dropout(model) is draws

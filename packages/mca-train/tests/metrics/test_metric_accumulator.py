@@ -102,3 +102,15 @@ def test_losses_of_layers_that_a_model_lacks_are_not_logged(
         assert made.flush()["moe_z_loss"] == pytest.approx((3 + 4 + 3) / 3, rel=1e-6)
     else:
         assert made.flush().keys() == expected.keys()
+
+
+def test_sums_of_many_values_are_kept_in_fp64(signals: MetricAccumulator) -> None:
+    """fp32 would lose the second of two values that differ by 2**30."""
+    added(signals, 2.0**30, 1.0, (1.0, 1.0))
+    added(signals, 1.0, 1.0, (1.0, 1.0))
+    signals.add_extremes(torch.tensor([2.0**30 + 1], dtype=torch.float64), torch.ones(1))
+    reported = signals.flush()
+    assert reported["good"] * 2 == 2.0**30 + 1
+    assert reported["least"] == reported["most"] == 2.0**30 + 1
+    signals.add_extremes(torch.tensor([2.0**30 + 3], dtype=torch.float64), torch.ones(1))
+    assert signals.flush()["most"] == 2.0**30 + 3

@@ -66,3 +66,18 @@ def test_a_trainer_that_trains_again_profiles_its_first_run_alone(tmp_path):
     run(callback, tmp_path / "second", 3)
     assert sizes(tmp_path / "first") == [2, 3]
     assert not (tmp_path / "second").exists()
+
+
+def test_only_the_first_rank_of_a_run_whose_steps_are_too_few_reports_it(caplog):
+    """Steps of a resumed run are counted from its start; a run that has nothing to train says so itself."""
+    args = SimpleNamespace(profile_step_start=4)
+    for rank, begin, steps, is_reported in (
+        (0, 20, 3, True),
+        (0, 20, 4, False),
+        (0, 20, 0, False),
+        (1, 20, 3, False),
+    ):
+        caplog.clear()
+        state = SimpleNamespace(global_step=begin, max_steps=begin + steps)
+        StepProfile(rank).on_train_begin(args, state, None)
+        assert ("this run has 3 steps" in caplog.text) == is_reported

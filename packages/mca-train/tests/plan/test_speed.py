@@ -268,3 +268,50 @@ def test_tensor_ranks_gather_what_the_others_have(tmp_path: Path) -> None:
         layout = ParallelLayout(tensor_model_parallel_size=tp)
         times = time_model(tmp_path, model_of("qwen3-8b", num_hidden_layers=2), layout, hardware)
         assert times._tensor_messages() == pytest.approx(4 * 8192 * 4096 * 2 * (tp - 1) / tp / rate)
+
+
+def test_a_sliding_window_saves_the_scores_of_keys_outside_it(tmp_path: Path) -> None:
+    """Of 8192 queries, those before the window's end see fewer keys."""
+    h100 = load_hardware("h100-80")
+    config = model_of("qwen3-8b", num_hidden_layers=2)
+    whole, windowed = (
+        time_model(tmp_path, config.replace_fields(**keys), ParallelLayout(), h100)._attention(1)
+        for keys in ({}, {"window_size": 1024})
+    )
+    pairs = 1024 * 8192 - 1024**2 / 2
+    assert windowed[0] == whole[0]
+    assert windowed[1] / whole[1] == pytest.approx(pairs / (8192**2 / 2))
+
+
+def test_ranks_that_share_an_expert_gather_its_tokens(tmp_path: Path) -> None:
+    hardware, rate = messages_alone()
+    config = model_of("qwen3-30b-a3b", num_hidden_layers=2)
+    for tp in (2, 4):
+        layout = ParallelLayout(tensor_model_parallel_size=tp, expert_tensor_parallel_size=tp)
+        times = time_model(tmp_path, config, layout, hardware)
+        sizes = times.model.sizes
+        sent = sizes.split * 8 * 2048 * 2 * (tp - 1)  # tokens, experts of each, channels, bytes, other ranks
+        assert times._expert_messages(moe_of(times)) == pytest.approx(2 * sent / rate)
+
+
+def test_only_attention_and_shared_experts_gather_tokens_of_tensor_ranks(tmp_path: Path) -> None:
+    """A layer spends a message of attention's half in both directions, and those with its experts."""
+    hardware, _ = messages_alone()
+    layout = ParallelLayout(tensor_model_parallel_size=2, expert_tensor_parallel_size=1)
+    for name, halves in (("qwen3-30b-a3b", 1), ("deepseek-v3", 2)):
+        times = time_model(tmp_path, model_of(name, num_hidden_layers=4), layout, hardware)
+        gathered = times._tensor_messages() * halves / 2
+        found = times._layer_time(3).messages / 2 - times._expert_messages(moe_of(times))
+        assert found == pytest.approx(gathered)
+
+
+@pytest.mark.parametrize(("distributed", "moved"), [(True, 4 + 2), (None, 4 + 4)])
+def test_a_replicated_optimizer_sums_gradients_on_all_ranks_and_gathers_no_weights(
+    distributed: bool | None, moved: int, tmp_path: Path
+) -> None:
+    """A reduce-scatter moves fp32 gradients once, and an all-gather bf16 weights; an all-reduce is twice the first."""
+    hardware, rate = messages_alone()
+    model = time_model(tmp_path, model_of("qwen3-8b", num_hidden_layers=2), ParallelLayout(), hardware)
+    model.model.training.use_distributed_optimizer = distributed
+    times = replace(model, grid=RankGrid(ParallelLayout(), 4))
+    assert times._gradients(Count(8000)) == pytest.approx(8000 * moved * 3 / 4 / rate)

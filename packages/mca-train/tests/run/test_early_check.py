@@ -10,8 +10,10 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
+import pyarrow
 import pytest
 import yaml
+from pyarrow import ipc, parquet
 from transformers.integrations import get_available_reporting_integrations
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
@@ -20,6 +22,7 @@ from transformers.trainer_utils import SchedulerType
 from mca_config.errors import McaError
 from mca_train.cli import _fails_on_first_rank
 from mca_train.config import early_rules
+from mca_train.lr_schedule import schedule_problems
 from mca_train.run.early_columns import read_columns
 from mca_train.run.rules import check
 from mca_train.run.settings import check_run, load_values, make_settings
@@ -66,8 +69,34 @@ USAGES = (
         ["sft", "RUN", "--lr_scheduler_kwargs", "{power: 2}"],
         "is '{power: 2}'; expected a mapping",
     ),
+    (
+        ["sft", "RUN", "--lr_scheduler_type", "polynomial", "--lr_scheduler_kwargs", '{"lr_end": 1}'],
+        "lr_end (1) must be smaller than initial lr",
+    ),
+    (["sft", "RUN", "--lr_scheduler_type", "warmup_stable_decay"], "missing 1 required positional argument"),
+    (
+        ["plan", "sft", "RUN", "--lr_scheduler_type", "cosine_with_min_lr"],
+        "One of min_lr or min_lr_rate should be set",
+    ),
     (["sft", "RUN", "--lora_rank", "4", "--lora_target_modules", "q_prj"], "['q_prj'] matches no linear"),
     (["plan", "sft", "RUN", "--lora_rank", "4", "--lora_target_modules", "q_prj"], "matches no linear"),
+    (
+        [
+            "sft",
+            "RUN",
+            "--model_name_or_path",
+            "qwen-vl",
+            "--lora_rank",
+            "4",
+            "--lora_target_modules",
+            "q_prj",
+        ],
+        "['q_prj'] matches no linear",
+    ),
+    (["sft", "RUN", "--model_name_or_path", "qwen-vl", "--freeze", "audio"], "freeze: audio: a qwen2_5_vl"),
+    (["sft", "RUN", "--freeze", "vision"], "model has one part; remove the key"),
+    (["sft", "RUN", "--train_file", "wrong.parquet"], "train_file: columns body; expected 'messages'"),
+    (["dpo", "RUN", "--train_file", "wrong.arrow"], "train_file: no column 'chosen' (columns: body)"),
     (["sft", "RUN", "--train_file", "wrong.jsonl"], "train_file: columns body, title; expected 'messages'"),
     (["sft", "RUN", "--eval_file", "wrong.jsonl"], "eval_file: columns body, title; expected 'messages'"),
     (["pretrain", "RUN", "--train_file", "wrong.jsonl"], "train_file: wrong.jsonl: no column 'text'"),
@@ -92,11 +121,24 @@ USAGES = (
 )
 
 
+VISION = Path(__file__).parents[3] / "mca-models" / "tests" / "data" / "vision_configs"
+
+
+def _write_arrow(table, path, new=ipc.new_stream):
+    with new(path, table.schema) as writer:
+        writer.write_table(table)
+
+
 def test_wrong_usage_is_reported_before_heavy_imports(run, tmp_path):
     """Run every usage in one process and look at its modules at the end."""
     file = run(model_name_or_path="model", train_file="a.jsonl", output_dir="out")
     (tmp_path / "broken.yaml").write_text("a: [")
     (tmp_path / "wrong.jsonl").write_text('{"body": "x"}\n\n{"title": "y", "body": "z"}\n')
+    table = pyarrow.table({"body": ["x"]})
+    parquet.write_table(table, tmp_path / "wrong.parquet")
+    _write_arrow(table, tmp_path / "wrong.arrow")
+    (tmp_path / "qwen-vl").mkdir()
+    (tmp_path / "qwen-vl" / "config.json").write_text((VISION / "qwen2.5-vl-72b.json").read_text())
     commands = [[file if word == "RUN" else word for word in words] for words, _ in USAGES]
     code = f"""
 import contextlib, io, json, sys
@@ -153,7 +195,14 @@ def test_columns_are_those_of_all_rows_of_files_that_can_be_read_quickly(tmp_pat
     text = tmp_path / "rows.txt"
     text.write_text("words")
     assert read_columns(str(text), "train_file") == ("text",)
+    table = pyarrow.table({"a": [1], "b": [{"c": 2}]})
+    parquet.write_table(table, tmp_path / "table.parquet")
+    _write_arrow(table, tmp_path / "stream.arrow")
+    _write_arrow(table, tmp_path / "file.arrow", ipc.new_file)
+    for name in ("table.parquet", "stream.arrow", "file.arrow"):
+        assert read_columns(str(tmp_path / name), "train_file") == ("a", "b"), name
     for name, content in (
+        ("torn.arrow", "ARROW1"),
         ("list.json", "[1]\n"),
         ("torn.jsonl", '{"a": '),
         ("rows.parquet", "PAR1"),
@@ -176,6 +225,38 @@ def test_names_of_loggers_and_settings_of_schedules_are_those_of_transformers():
         declared = inspect.signature(TYPE_TO_SCHEDULER_FUNCTION[SchedulerType[name]]).parameters
         needed = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}
         assert {*known} == {*declared} - needed, name
+
+
+SCHEDULES = (
+    ("linear", {}, {}),
+    ("cosine", {"num_cycles": 0.5}, {"warmup_steps": 0.1}),
+    ("cosine", {"num_cycles": "two"}, {}),
+    ("cosine", {"num_cycles": "two"}, {"warmup_steps": 10}),  # no fault until the warm-up ends
+    ("cosine_with_restarts", {"num_cycles": 0}, {}),
+    ("polynomial", {"lr_end": 1.0}, {}),
+    ("polynomial", {"power": None}, {}),
+    ("inverse_sqrt", {"timescale": 0}, {}),
+    ("cosine_with_min_lr", {}, {}),
+    ("cosine_with_min_lr", {"min_lr": 1e-6, "min_lr_rate": 0.1}, {}),
+    ("cosine_warmup_with_min_lr", {"min_lr": 1e-6}, {"warmup_steps": 2}),
+    ("cosine_warmup_with_min_lr", {}, {"max_steps": 10}),
+    ("warmup_stable_decay", {}, {}),
+    ("warmup_stable_decay", {"num_decay_steps": 4, "decay_type": "square"}, {}),
+    ("warmup_stable_decay", {"num_decay_steps": 4}, {"max_steps": 10}),
+)
+
+
+@pytest.mark.parametrize(("schedule", "settings", "others"), SCHEDULES)
+def test_values_of_a_schedule_are_checked_as_transformers_does(schedule, settings, others, run):
+    path = Path(run(lr_scheduler_type=schedule, lr_scheduler_kwargs=settings, **others))
+    values = yaml.safe_load(path.read_text())
+    early, full = (make_settings(TASKS["sft"], values, "", early=early).training for early in (True, False))
+    assert list(early_rules.schedule_value_problems(early)) == list(schedule_problems(full))
+
+
+def test_some_values_of_schedules_are_wrong_and_all_schedules_with_settings_are_checked():
+    assert {*early_rules.schedule_parameters()} == {*early_rules._schedule_functions()}
+    assert {name.upper() for name, *_ in SCHEDULES} == {*early_rules.schedule_parameters()}
 
 
 RUNS = {

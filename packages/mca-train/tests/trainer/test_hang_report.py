@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -106,3 +107,45 @@ def test_the_end_of_a_with_block_is_no_place_of_its_own(pipe):
 
     place = r"manager in trainer/test_hang_report\.py:\d+ \(reduce_all\)"
     assert seen(reduce_all, place, lambda: os.write(pipe[1], b"x"))
+
+
+def frames(*calls: tuple[str, str]) -> Any:
+    """Return the innermost of frames, each of a file and a function; lines count from 1."""
+    made = None
+    for line, (file, name) in enumerate(calls, 1):
+        code = SimpleNamespace(co_filename=file, co_name=name)
+        made = SimpleNamespace(f_code=code, f_back=made, f_lineno=line)
+    return made
+
+
+TORCH = "lib/torch/distributed/distributed_c10d.py"
+
+
+@pytest.mark.parametrize(
+    ("calls", "words", "waits"),
+    [
+        (
+            [("a/own.py", "train"), (TORCH, "all_reduce"), (TORCH, "wrapper")],
+            "all_reduce in a/own.py:1 (train)",
+            True,
+        ),
+        ([("a/own.py", "train"), (TORCH, "wrapper")], "a/own.py:1 (train)", True),
+        (
+            [("a/own.py", "train"), ("lib/contextlib.py", "__exit__"), (TORCH, "barrier")],
+            "barrier in a/own.py:1 (train)",
+            True,
+        ),
+        ([("a/own.py", "train"), ("lib/contextlib.py", "inner")], "lib/contextlib.py:2 (inner)", False),
+        (
+            [("a/own.py", "train"), ("lib/torch/nn/distributed.py", "forward")],
+            "nn/distributed.py:2 (forward)",
+            False,
+        ),
+        ([(TORCH, "barrier")], "barrier", True),
+        ([], "nothing", False),
+    ],
+)
+def test_a_wait_is_named_by_the_call_that_the_program_made(
+    calls: list[tuple[str, str]], words: str, waits: bool
+) -> None:
+    assert current_call(frames(*calls)) == (words, waits)

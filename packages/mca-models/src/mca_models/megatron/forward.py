@@ -43,6 +43,8 @@ def model_logits(models: LiveModel, input_ids: Tensor, given: GivenMedia | None 
     media: list[SequenceMedia | None] = []
 
     def check() -> tuple[int, int]:
+        if input_ids.dim() != 2 or not input_ids.numel():
+            raise McaError(f"input_ids has shape {list(input_ids.shape)}; expected [batch, seq] with tokens")
         media.extend(located_media(models, list(input_ids), given))
         return models.rank_context.coordinates.dp, media_checksum(media)
 
@@ -72,7 +74,7 @@ def model_logits(models: LiveModel, input_ids: Tensor, given: GivenMedia | None 
 def located_media(
     models: LiveModel, sequences: Sequence[Tensor], given: GivenMedia | None
 ) -> list[SequenceMedia | None]:
-    """Return the media of each sequence.
+    """Return the media of each sequence, after checking that all tokens are in the vocabulary.
 
     Args:
         models: The model.
@@ -80,8 +82,10 @@ def located_media(
         given: Media of each; None: of none.
 
     Raises:
-        McaError: The media are not those of the placeholders, or the model or its layout does not support them.
+        McaError: A token is no row of the embedding, the media are not those of the placeholders, or the model or its
+            layout does not support them.
     """
+    _require_vocabulary(sequences, models.config.vocab_size)
     if given is None:
         given = [None] * len(sequences)
     if len(given) != len(sequences):
@@ -99,6 +103,19 @@ def located_media(
         problems = image_problems(models.config, layout, models.megatron, trains=False)
         raise_problems(problems, f"images for {models.config.model_type} at {layout}")
     return found
+
+
+def _require_vocabulary(sequences: Sequence[Tensor], vocab_size: int) -> None:
+    """Raise for tokens that only some ranks would reject: tensor ranks embed those of other ranks as zeros."""
+    tokens = torch.cat([*sequences]) if sequences else torch.empty(0, dtype=torch.int64)
+    if tokens.is_floating_point() or tokens.is_complex():
+        raise McaError(f"input_ids has dtype {tokens.dtype}; expected integers, the ids of tokens")
+    least, most = (int(end) for end in tokens.aminmax()) if tokens.numel() else (0, 0)
+    if least < 0 or most >= vocab_size:
+        raise McaError(
+            f"input_ids has token {least if least < 0 else most}; expected 0 to {vocab_size - 1}, the model's "
+            "vocabulary: use its tokenizer, or from_pretrained(..., vocab_size=...)"
+        )
 
 
 def media_checksum(found: Sequence[SequenceMedia | None], start: int = 0) -> int:

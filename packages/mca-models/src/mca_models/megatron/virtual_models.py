@@ -22,7 +22,6 @@ from mca_models.megatron.distributed.collectives import require_same_arguments
 from mca_models.megatron.factory.chunks import build_chunk, live_tensors
 from mca_models.megatron.factory.transformer_config import choose_implementation, transformer_config
 from mca_models.megatron.features.media import image_problems
-from mca_models.megatron.features.vision_tower import PARTS, Part, model_part, model_parts
 from mca_models.megatron.forward import GivenMedia, model_logits
 from mca_models.megatron.layers.parameter_attributes import set_parameter_attributes
 from mca_models.megatron.log_probs.forward import Batch, LogProbs, RoutedLogProbs, model_log_probs
@@ -44,6 +43,7 @@ from mca_models.megatron.state.stream import Piece
 from mca_models.megatron.state.torch_dist import PendingSave, save_torch_dist
 from mca_models.megatron.state.weight_receiver import Weight
 from mca_models.megatron.types import MegatronConfig
+from mca_models.templates.trainable_parts import PARTS, Part, model_part, model_parts
 from mca_models.weights import Param
 
 CheckpointFormat = Literal["mca", "torch_dist"]

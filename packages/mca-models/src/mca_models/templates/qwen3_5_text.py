@@ -1,6 +1,7 @@
 """Qwen 3.5, the text models: HF ``Qwen3_5ForCausalLM`` and ``Qwen3_5MoeForCausalLM``: gated delta net and attention."""
 
 from mca_config.model_config import McaModelConfig
+from mca_config.types import Typed
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
     SILU,
@@ -48,9 +49,9 @@ FAMILY = Family(
 )
 
 
-def expert_width(hf: HfConfig) -> int:
+def expert_width(hf: HfConfig) -> Typed:
     """No layer has a dense MLP, so its width is of no consequence."""
-    return int(hf["moe_intermediate_size"])
+    return hf["moe_intermediate_size"]
 
 
 NAMES = MoeNames(shared="mlp.shared_expert.")
@@ -64,7 +65,7 @@ MOE_CONFIG = ConfigTable(
         SHARED_WIDTH,
         *delta.FIELDS,
     ),
-    defaults={**delta.DEFAULTS, "num_key_value_heads": 2},
+    defaults={**delta.DEFAULTS, "num_key_value_heads": 2, "moe_intermediate_size": 512},
     constants={**delta.CONSTANTS, "moe_shared_expert_gate": True},
     fixed=(SILU, NO_ATTENTION_BIAS, OWN_EMBEDDING),
     facts=(delta.MIXED_LAYERS, AUX_LOSS),

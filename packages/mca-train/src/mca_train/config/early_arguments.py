@@ -80,7 +80,7 @@ def _constant(node: ast.stmt) -> str:
 def early_arguments() -> type:
     """Return a class with the fields of `mca_config.TrainingArguments` and its checks that need no import of torch.
 
-    Missing are the values of schedules, and Hugging Face's own checks.
+    Hugging Face's own checks are missing.
     """
     read = hf_fields()
     if issubclass(read, CheckedArguments):

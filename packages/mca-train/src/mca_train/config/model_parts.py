@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from mca_config.model_config import McaModelConfig
 from mca_models.lora import load_adapter_rules
-from mca_models.megatron.features.media import image_problems
-from mca_models.megatron.features.vision_tower import PARTS, Part, model_part, model_parts
+from mca_models.templates.trainable_parts import PARTS, Part, model_part, model_parts
 from mca_train.config.arguments import LoraArguments
 
 if TYPE_CHECKING:
@@ -60,6 +59,8 @@ def part_problems(
         yield f"freeze: {parts} are all parts, so no parameter would be trained; remove one of them"
     yield from trained_problems(training, trained, adapted=lora.is_enabled)
     if trained - {"language"}:
+        from mca_models.megatron.features.media import image_problems
+
         yield from image_problems(config, config.layout, megatron)
 
 

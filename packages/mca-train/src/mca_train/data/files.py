@@ -35,7 +35,7 @@ Rows = TypeVar("Rows", "datasets.Dataset", "datasets.IterableDataset")
 """Rows in memory, or rows that are read as they are iterated."""
 _DEEPEST = 256
 _MARKS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
-_COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow", ".txt": "text"}
 
 
@@ -137,7 +137,7 @@ def check_file(file: str, key: str) -> tuple[str, JsonObject]:
         ends = Path(strip_query(file)).suffix
         raise McaError(
             f"{key}: {file} ends in '{ends}'; expected one of {', '.join(_READERS)}, or one of these and "
-            f"{', '.join(_COMPRESSED)}"
+            f"{', '.join(COMPRESSED)}"
         )
     return reader, {"sample_by": "document"} if reader == "text" else {}
 
@@ -170,7 +170,7 @@ def _suffix(file: str) -> str:
     endings = []
     for name in (strip_query(file), file):  # https://host/get?file=rows.jsonl has it in the query
         path = Path(name.lower())
-        endings.append(path.with_suffix("").suffix if path.suffix in _COMPRESSED else path.suffix)
+        endings.append(path.with_suffix("").suffix if path.suffix in COMPRESSED else path.suffix)
     return next((ending for ending in endings if ending in _READERS), endings[0])
 
 

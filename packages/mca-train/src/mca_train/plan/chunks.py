@@ -1,6 +1,6 @@
 """Activation memory of one micro-batch on a pipeline chunk, for each kind of recomputation."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Literal
 
@@ -110,7 +110,8 @@ def chunk_memory(model: ChunkSpec, chunk: PipelineChunk, *, worst: bool = False)
     if chunk.has_embedding and model.per_layer:
         channels = _per_layer_channels(model.config)
         parts = [PassMemory(model.per_layer + model.norm(channels, output=False)), *parts]
-    parts = [*parts, *([_output_memory(model, chunk)] if chunk.has_loss or chunk.mtp_layers else [])]
+    parts += [_mtp_memory(model)] * len(chunk.mtp_layers)
+    parts += [_output_memory(model, 1 + len(chunk.mtp_layers))] if chunk.has_loss else []
     kept = sum(part.kept for part in parts) + _boundary_tensors(model, chunk)
     if not parts:
         return PassMemory(kept)
@@ -126,10 +127,10 @@ def forward_only_memory(model: ChunkSpec, chunk: PipelineChunk) -> float:
     """Return the bytes of a forward pass without a backward pass: the peak over the chunk's parts."""
     parts = [
         PassMemory(sum(line.bytes for line in model.lines(number)), model.layer(number).forward)
-        for number in chunk.layers
+        for number in (*chunk.layers, *[model.config.num_layers - 1] * bool(chunk.mtp_layers))
     ]
-    if chunk.has_loss or chunk.mtp_layers:
-        parts.append(_output_memory(model, chunk))
+    if chunk.has_loss:
+        parts.append(_output_memory(model, 1))
     images = [PassMemory(model.media.running(model.sizes))] if chunk.has_embedding and model.media else []
     return model.hidden_bytes + max((part.kept + part.forward for part in (*images, *parts)), default=0.0)
 
@@ -178,18 +179,21 @@ def _rows(model: ChunkSpec) -> float:
     return model.config.head.num_labels or model.config.padded_vocab_size / model.sizes.layout.tp
 
 
-def _output_memory(model: ChunkSpec, chunk: PipelineChunk) -> PassMemory:
-    """Return the memory of the final norm, MTP layers, logits and loss."""
-    config, depth = model.config, len(chunk.mtp_layers)
-    logits = _chunked if model.training.loss_chunk_size else _whole_logits
-    loss = logits(model) if chunk.has_loss else PassMemory()
-    hidden = config.hidden_size
-    kept = model.norm(hidden, output=not model.sizes.frozen) if chunk.has_loss else 0.0
-    if depth:
-        layer_config = model.layer(config.num_layers - 1)
-        kept += depth * (layer_config.kept + 3 * model.norm(hidden) + 4 * model.hidden_bytes)
-    kept += loss.kept * (depth + 1)
-    return PassMemory(kept, loss.forward, loss.backward)
+def _output_memory(model: ChunkSpec, losses: int) -> PassMemory:
+    """Return the memory of the final norm, and of the logits of ``losses``: the main loss and those of MTP layers."""
+    loss = (_chunked if model.training.loss_chunk_size else _whole_logits)(model)
+    norm = model.norm(model.config.hidden_size, output=not model.sizes.frozen)
+    return PassMemory(norm + loss.kept * losses, loss.forward, loss.backward)
+
+
+def _mtp_memory(model: ChunkSpec) -> PassMemory:
+    """Return the memory of an MTP layer, which full recomputation repeats unless its method is block."""
+    training, layer = model.training, model.layer(model.config.num_layers - 1)
+    around = 3 * model.norm(model.config.hidden_size) + 4 * model.hidden_bytes
+    whole = replace(layer, kept=layer.kept + around)
+    if training.recompute_granularity != "full" or training.recompute_method == "block":
+        return whole
+    return _block(2 * model.hidden_bytes, [whole])  # saves the hidden states and the embeddings
 
 
 def _whole_logits(model: ChunkSpec) -> PassMemory:

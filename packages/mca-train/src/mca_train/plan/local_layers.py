@@ -147,13 +147,19 @@ def _scores(config: McaModelConfig, sizes: Sizes, output: float) -> list[SavedTe
     return lines
 
 
+def sliding_window(config: McaModelConfig, number: int, length: int) -> int | None:
+    """Return the window of decoder layer ``number`` if it is shorter than a sequence of ``length`` tokens."""
+    sliding = config.layer_types is None or config.layer_types[number] == "sliding_attention"
+    window = config.attention.window_size
+    return window if sliding and window is not None and window < length else None
+
+
 def _sliding_window_mask(config: McaModelConfig, sizes: Sizes, number: int) -> list[SavedTensor]:
     """Return the mask of a block of queries, shared by all blocks."""
-    sliding = config.layer_types is None or config.layer_types[number] == "sliding_attention"
-    if not sliding or config.attention.window_size is None or config.attention.window_size >= sizes.length:
+    if (window := sliding_window(config, number, sizes.length)) is None:
         return []
     rows = min(_QUERY_BLOCK, sizes.length)
-    columns = min(sizes.length, rows + config.attention.window_size - 1)
+    columns = min(sizes.length, rows + window - 1)
     return [SavedTensor("sliding-window mask", float(rows * columns * sizes.width), _SDPA, "core_attn")]
 
 

@@ -15,7 +15,7 @@ from mca_models.templates.parts.mla import latent_sizes
 from mca_train.plan.chunks import ChunkSpec, recomputed_modules
 from mca_train.plan.counts import Count
 from mca_train.plan.hardware import Hardware
-from mca_train.plan.local_layers import mixer_costs
+from mca_train.plan.local_layers import mixer_costs, sliding_window
 from mca_train.plan.schedule import Order, Pass
 from mca_train.plan.timeline import timeline
 
@@ -196,8 +196,9 @@ class StepTimeModel:
         moved = self._memory_time(2.5 * sum(line.bytes for line in self.model.lines(number)))
         launch = _KERNELS * (2 if moe else 1) * self.hardware.efficiency.launch_us * 1e-6
         experts = self._experts(sizes.moe) if moe and sizes.moe is not None else _Layer(0.0, 0.0, 0.0)
-        halves = config.has_attention(number) + config.has_mlp(number)
-        messages = self._tensor_messages() * halves / 2
+        # tokens that are sent to experts are not gathered before: `_expert_messages`
+        dense = config.has_mlp(number) and (not moe or sizes.moe is None or sizes.moe.shared > 0)
+        messages = self._tensor_messages() * (config.has_attention(number) + dense) / 2
         rest = self._context_messages(number, scores) if config.has_attention(number) else 0.0
         again = self._recompute_time(
             number, {"core_attn": scores, "mlp": mlp, "moe": experts.forward + experts.messages}
@@ -250,7 +251,9 @@ class StepTimeModel:
             keys = 0 if config.accepts_keys else max(config.attention.num_query_groups / tp, 1) * made
             gated = 1 + config.attention.attention_output_gate
             weights = hidden * (heads * (gated * query + value) / tp + keys)
-        keys = sizes.length * sizes.layout.cp / 2  # causal: on average half of the sequence
+        length = sizes.length * sizes.layout.cp
+        window = sliding_window(config, number, length) or length
+        keys = window - window**2 / (2 * length)  # causal: on average half of the sequence without a window
         flops = 2 * sizes.tokens * keys * heads / tp * (query + value)
         rate = self.hardware.device.tflops * 1e12 * self.hardware.efficiency.attention
         return weights, flops / rate
@@ -316,17 +319,22 @@ class StepTimeModel:
         return 4 * self._message_time(whole, self._crosses_nodes(tp - 1), tp)
 
     def _expert_messages(self, moe: ExpertSizes) -> float:
-        """Return the seconds of one forward pass's all-to-all of tokens to experts and back."""
+        """Return the seconds of one forward pass's messages with tokens to experts, and back.
+
+        They are an all-to-all of expert-parallel ranks and an all-gather of the ranks that share an expert.
+        """
         layout, sizes = self.grid.layout, self.model.sizes
-        group = layout.ep * layout.etp
-        if group == 1:
-            return 0.0
-        sent = sizes.split * sizes.experts_per_token * moe.hidden * sizes.width * (layout.ep - 1) / layout.ep
-        node = self.hardware.device.node
-        if group <= node:
-            return 2 * self._message_time(sent, False, group)
-        outside = 1 - node / group
-        return 2 * self._message_time(sent * outside, True, group)
+        group, node = layout.ep * layout.etp, self.hardware.device.node
+        sent = sizes.split * sizes.experts_per_token * moe.hidden * sizes.width
+        seconds = 0.0
+        if layout.ep > 1:
+            outside = 1.0 if group <= node else 1 - node / group
+            others = (layout.ep - 1) / layout.ep
+            seconds += 2 * self._message_time(sent * others * outside, group > node, group)
+        if layout.etp > 1:
+            far = self._crosses_nodes(layout.etp - 1)
+            seconds += 2 * self._message_time(sent * (layout.etp - 1), far, layout.etp)
+        return seconds
 
     def _context_messages(self, number: int, scores: float) -> float:
         """Return the seconds of the key-value ring that attention scores do not hide."""
@@ -355,6 +363,9 @@ class StepTimeModel:
                 far = ranks * stride > self.hardware.device.node
                 summed = SINGLE if training.accumulate_allreduce_grads_in_fp32 is not False else width
                 reduced = self._message_time(parameters * summed * (ranks - 1) / ranks, far, ranks)
+                if not training.use_distributed_optimizer:  # an all-reduce, and nothing to gather
+                    seconds += 2 * reduced * (1 - overlapped if training.overlap_grad_reduce else 1)
+                    continue
                 gathered = self._message_time(parameters * width * (ranks - 1) / ranks, far, ranks)
                 seconds += reduced * (1 - overlapped if training.overlap_grad_reduce else 1)
                 seconds += gathered * (1 - overlapped if training.overlap_param_gather else 1)

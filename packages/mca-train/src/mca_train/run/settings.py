@@ -22,7 +22,9 @@ from mca_config.redaction import redacted
 from mca_config.types import JsonObject, Values
 from mca_train.config.arguments import LaunchArguments, LoraArguments
 from mca_train.config.early_arguments import early_arguments
+from mca_train.config.early_rules import schedule_value_problems
 from mca_train.config.model import model_config, resolve_layout, trained_model
+from mca_train.config.model_parts import absent_parts, trained_parts
 from mca_train.config.renamed_options import RENAMED
 from mca_train.config.run_config import Settings, has_hub_ids
 from mca_train.plan.options import PlanOptions
@@ -37,8 +39,6 @@ _PLAN_FLAGS = {
     flag.name: f"is a flag of mca-train plan (--{flag.name}), no key of a run; remove it"
     for flag in fields(PlanOptions)
 }
-TEXT_PARTS = ("language",)
-"""Parts of a model without media."""
 
 
 def load_values(config: Path | None, overrides: list[str]) -> tuple[JsonObject, str]:
@@ -207,7 +207,7 @@ def check_run(task: Task, values: Values, where: str, *, launched: bool = False)
         UsageError: All problems.
     """
     settings = make_settings(task, values, where, early=True)
-    problems = [problem for rule in KEY_RULES for problem in rule(task, settings)]
+    problems = _key_problems(task, settings)
     is_local = not has_hub_ids(values)
     ranks = int(os.environ["WORLD_SIZE"]) if launched else None
     skipped = [*([] if is_local else [directories]), *([start] if launched else [])]
@@ -226,10 +226,15 @@ def plan_problems(task: Task | None, values: Values, where: str, options: PlanOp
     """
     task, flags = task or infer_task(values), [flag.name for flag in fields(options)]
     settings = make_settings(task, {"output_dir": "plan", **values}, where, flags, early=True)
-    problems = [problem for rule in KEY_RULES for problem in rule(task, settings)]
+    problems = _key_problems(task, settings)
     if not has_hub_ids(values):
         problems += _layout_problems(task, settings, options)
     return list(dict.fromkeys(map(redacted, problems)))
+
+
+def _key_problems(task: Task, settings: Settings) -> list[str]:
+    problems = [problem for rule in KEY_RULES for problem in rule(task, settings)]
+    return [*problems, *schedule_value_problems(settings.training)]
 
 
 def check_data(task: Task | None, values: Values, where: str) -> None:
@@ -272,11 +277,11 @@ def _layout_problems(
         layout = resolve_layout(settings.training, model)
         problems = [] if options and options.search else check_layout(model, layout, ranks)
         yield from problems
-        if not problems and model.vision is None:  # modules that import torch name the parts of other models
+        if not problems:
             new_head = model.head.num_labels is not None and stored.head.num_labels is None
-            yield from adapter_problems(
-                settings, replace(model, layout=layout), TEXT_PARTS, new_head=new_head
-            )
+            config, parts = replace(model, layout=layout), trained_parts(settings.training, model)
+            of_adapter = [*adapter_problems(settings, config, parts, new_head=new_head)]
+            yield from of_adapter or absent_parts(settings.training, config)
     except McaError as error:
         yield from list_problems(error)
 

@@ -6,7 +6,6 @@ Its parameters have the names of transformers' modules below ``vision_model.``. 
 
 import copy
 from collections.abc import Mapping
-from typing import Literal, get_args
 
 import torch
 
@@ -16,33 +15,9 @@ from mca_config.types import JsonObject
 from mca_models.megatron.features.feature import Feature
 from mca_models.megatron.types import GptModel, HfModel
 from mca_models.templates import config_to_hf, get_family
-from mca_models.templates.parts.vision_tower import PREFIX
-from mca_models.weights import Param, Stage
 
 _NO_TEXT: Mapping[str, object] = {"num_hidden_layers": 0, "vocab_size": 1, "pad_token_id": None}
 _PER_LAYER = ("layer_types", "per_layer_config", "mlp_layer_types", "mlp_only_layers", "no_rope_layers")
-
-
-Part = Literal["language", "vision", "audio", "projector"]
-"""Parts that can be trained or frozen: the text model, the vision tower, the audio tower, and the projectors."""
-PARTS: tuple[Part, ...] = get_args(Part)
-TEXT: tuple[Part, ...] = ("language",)
-"""Parts that adapters target by default."""
-
-
-def model_part(param: Param, config: McaModelConfig) -> str:
-    """Return the `Part` of a parameter; ``unused`` if the model does not use it."""
-    if param.stage is not Stage.VISION:
-        return "language"
-    vision = get_family(config.model_type).vision
-    return "unused" if vision is None else vision.component(param.mca.removeprefix(PREFIX), config)
-
-
-def model_parts(config: McaModelConfig) -> tuple[Part, ...]:
-    """Return the parts of a model."""
-    vision = None if config.vision is None else get_family(config.model_type).vision
-    found = {"language"} if vision is None else {"language", *vision.parts(config)}
-    return tuple(part for part in PARTS if part in found)
 
 
 def add_vision_tower(model: GptModel, config: McaModelConfig) -> None:

@@ -11,12 +11,12 @@ from mca_models.hub import resolve_directory
 from mca_models.lora import Adapter, AdapterConfig, AdapterRules, adapter_for, rules_for_training
 from mca_models.lora.adapter import require_untied
 from mca_models.lora.peft_names import complete_peft_config
-from mca_models.megatron.features.vision_tower import TEXT, Part
 from mca_models.megatron.peft.compatibility import require_new_params_saved
 from mca_models.megatron.peft.initialization import initial_values, require_supported_init
 from mca_models.megatron.peft.models import PeftModels, Read
 from mca_models.megatron.types import PeftConfig
 from mca_models.megatron.virtual_models import VirtualModels
+from mca_models.templates.trainable_parts import TEXT, Part
 
 logger = logging.getLogger(__name__)
 

@@ -88,7 +88,7 @@ class WeightManifest:
             version: Version of the weights that the receiver had before; None: it had none.
 
         Raises:
-            McaError: A tensor is missing or unexpected, came twice, has another shape or other bytes, or the
+            McaError: A tensor is missing or unexpected, came twice, has another shape, dtype or bytes, or the
                 receiver's version is not ``base_version``.
         """
         if self.base_version is not None and version != self.base_version:
@@ -113,6 +113,8 @@ def _shown(name: str, start: int | None = None) -> str:
 def _fault(record: TensorRecord, tensor: Tensor) -> str | None:
     if tuple(tensor.shape) != record.shape:
         return f"has shape {list(tensor.shape)}, expected {list(record.shape)}"
+    if (code := _CODES.get(tensor.dtype)) != record.dtype:
+        return f"has dtype {code or tensor.dtype}, expected {record.dtype}"
     if record.crc32 is not None and tensor_crc32(tensor) != record.crc32:
         return "has other bytes than were sent"
     return None

@@ -1,5 +1,6 @@
 """LoRA adapters of verl's models: made or loaded, and sent to the rollout in verl's form."""
 
+import math
 from collections.abc import Iterator
 
 from torch import Tensor
@@ -61,14 +62,24 @@ def require_supported_adapter(config: Upstream) -> None:
 
 
 def rollout_config(models: Upstream) -> JsonObject:
-    """Return the adapter's configuration for verl's rollouts, which read enumerations.
+    """Return the adapter's configuration for verl's rollouts, which read enumerations and one scale, alpha / rank.
 
     Args:
         models: ``PeftModels``.
+
+    Raises:
+        McaError: The adapter has several ranks or alphas.
     """
     from peft import PeftType, TaskType
 
     document = models.peft_config(per_expert=True)
+    if patterns := [name for name in ("rank_pattern", "alpha_pattern") if document.get(name)]:
+        raise McaError(
+            f"{', '.join(patterns)} of the adapter: verl's rollouts have one rank and one alpha for all modules; set "
+            "model.lora.merge to true"
+        )
+    if document.get("use_rslora"):  # SGLang reads no use_rslora
+        document["lora_alpha"] *= math.sqrt(document["r"])
     kept = ("r", "lora_alpha", "target_modules", "exclude_modules", "lora_dropout", "bias")
     found = {name: document[name] for name in kept if name in document}
     return {"task_type": TaskType.CAUSAL_LM, "peft_type": PeftType.LORA, "bias": "none"} | found

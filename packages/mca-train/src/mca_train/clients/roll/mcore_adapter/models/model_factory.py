@@ -11,10 +11,10 @@ from torch import Tensor
 import mca_models
 from mca_config.types import JsonObject
 from mca_models.megatron.distributed import parallel
-from mca_models.megatron.features.vision_tower import model_parts
 from mca_models.megatron.layers.zigzag import take_rank_tokens
 from mca_models.megatron.peft import PeftModels
 from mca_models.megatron.virtual_models import CheckpointFormat
+from mca_models.templates.trainable_parts import model_parts
 from mca_train.checkpoint.model import load_weights
 from mca_train.clients.chunk_lora import attach
 from mca_train.clients.external_loop import MODEL_FOLDER, require_plain_loop, save_among
