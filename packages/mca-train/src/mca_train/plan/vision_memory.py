@@ -300,7 +300,7 @@ class Images:
         tower, patches = self.tower, sequences * self.patches
         merged = tower.hidden * tower.merge**2
         factors = 3 if _BLOCKS.get(tower.kind, _Block()).inner == _GATED.inner else 2
-        layer = 4 * tower.hidden**2 + factors * tower.hidden * tower.inner
+        layer: float = 4 * tower.hidden**2 + factors * tower.hidden * tower.inner
         keys = sum(tower.score_keys) / tower.depth if tower.score_keys else self._attended
         layer += 2 * tower.hidden * keys  # scores and their products with values
         projected = 1.0 * tower.projectors * (merged + tower.features) * tower.hidden
@@ -353,7 +353,7 @@ class Images:
     def running(self, sizes: Sizes) -> float:
         """Return the peak bytes of the tower's forward pass if it saves nothing."""
         tower, patches = self.tower, float(sizes.sequences * self.patches)
-        widest = max(4 * tower.inner, 6 * tower.hidden) * sizes.width
+        widest: float = max(4 * tower.inner, 6 * tower.hidden) * sizes.width
         widest += tower.score_heads * max(tower.score_keys, default=0) * (2 * SINGLE + 2 * sizes.width)
         return patches * (widest + 2 * tower.hidden * sizes.width)
 
