@@ -73,6 +73,29 @@ MODELS: dict[str, Values] = {
         "vision_config": TOWER
         | {"model_type": "qianfan_ocr_vision", "image_size": [448, 448], "patch_size": [14, 14]},
     },
+    "norms of heads": {
+        "model_type": "glm_ocr",
+        "image_token_id": 31990,
+        "tie_word_embeddings": False,
+        "text_config": BASE
+        | {"model_type": "glm_ocr_text", "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+        "vision_config": {key: value for key, value in TOWER.items() if key[:4] != "num_"}
+        | {
+            "model_type": "glm_ocr_vision",
+            "depth": 12,
+            "num_heads": 8,
+            "out_hidden_size": BASE["hidden_size"],
+        },
+    },
+    "kept scores": {
+        "model_type": "got_ocr2",
+        "image_token_index": 31990,
+        "tie_word_embeddings": False,
+        "text_config": QWEN,
+        "vision_config": {key: value for key, value in TOWER.items() if key != "intermediate_size"}
+        | {"model_type": "got_ocr2_vision", "mlp_dim": TOWER["intermediate_size"], "output_channels": 256}
+        | {"image_size": 512, "patch_size": 16, "global_attn_indexes": [2, 5]},
+    },
     "visual words": {
         "model_type": "ovis2",
         "image_token_id": 31990,
@@ -114,6 +137,8 @@ REQUESTS: dict[str, tuple[str, Values, Values]] = {
             "thumbnails",
             "convolutions",
             "fused layers",
+            "kept scores",
+            "norms of heads",
             "visual words",
             "lone tiles",
         )
@@ -121,6 +146,7 @@ REQUESTS: dict[str, tuple[str, Values, Values]] = {
     "joined tiles": ("joined tiles", {"count": 1, "pixels": 500}, {"freeze": []}),
     "joined tiles frozen": ("joined tiles", {"count": 1, "pixels": 500}, {}),
     "convolutions frozen": ("convolutions", {"count": 2}, {}),
+    "kept scores frozen": ("kept scores", {"count": 2}, {}),
     "visual words frozen": ("visual words", {"count": 2}, {}),
     **{
         f"{name} of videos": (name, {"videos": 2, "frames": 6}, {"freeze": []})

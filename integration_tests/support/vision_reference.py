@@ -36,7 +36,7 @@ CLIP = 67
 """Placeholder of their clips."""
 WITH_VIDEOS = "-video"
 """Ends the names of cases whose rows have videos."""
-VIDEOS_ALONE = ("glm4v-", "glm4v_moe-")
+VIDEOS_ALONE = ("glm4v-", "glm4v_moe-", "glm_ocr-")
 """Models whose videos have the placeholder of images, and which transformers runs with one of both alone."""
 VIDEO_ROWS: tuple[tuple[tuple[int, int], ...], ...] = (((3, 0), (9, 2)), (), ((2, 3), (18, 0)), ())
 """Each row's media of the small size: where they begin, and how many frames a video has; 0: an image."""
@@ -47,6 +47,7 @@ SECONDS = (1.5, 0.3)
 ONE_SIZE = (
     "internvl",
     "qianfan_ocr",
+    "got_ocr2",
     "gemma3",
     "llava",
     "vipllava",

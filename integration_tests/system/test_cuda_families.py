@@ -39,7 +39,7 @@ KNOWN: dict[str, frozenset[str]] = {
     },
     # and keep windows or masks in the host's memory, by which gradients are put back
     **dict.fromkeys(
-        ("images qwen2_5_vl", "images qwen2_5_omni", "images exaone4_5", "images gemma4"),
+        ("images qwen2_5_vl", "images qwen2_5_omni", "images exaone4_5", "images gemma4", "images got_ocr2"),
         frozenset({"mask in elsewhere"}),
     ),
     # how many tokens go to experts that have weights is known when they are routed
@@ -60,8 +60,6 @@ def description(case: str) -> dict[str, Any]:
         return described(case)
     config = transformers.AutoConfig.for_model(**tiny_vision.described(case.removeprefix("images ")))
     found: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
-    if "num_nextn_predict_layers" in (text := found.get("text_config", {})):
-        text["num_nextn_predict_layers"] = 0  # they are not trained with images
     found["architectures"] = [transformers.AutoModelForMultimodalLM._model_mapping[type(config)].__name__]
     return found
 

@@ -23,7 +23,16 @@ import tiny_vision
 
 pytestmark = pytest.mark.ranks
 
-MODELS = ("idefics3", "lfm2_vl", "llava_next", "llava_onevision", "ovis2", "qianfan_ocr", "smolvlm")
+MODELS = (
+    "got_ocr2",
+    "idefics3",
+    "lfm2_vl",
+    "llava_next",
+    "llava_onevision",
+    "ovis2",
+    "qianfan_ocr",
+    "smolvlm",
+)
 ROWS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("@what, before @?", ("small", "wide"), "red"),
     ("nothing to see?", (), "no"),

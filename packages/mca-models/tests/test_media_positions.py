@@ -20,6 +20,7 @@ SECTIONED = (
     "qwen3_5_moe",
     "glm4v",
     "glm4v_moe",
+    "glm_ocr",
 )
 VIDEOS = (
     "qwen2_vl",
@@ -30,6 +31,7 @@ VIDEOS = (
     "qwen3_5_moe",
     "glm4v",
     "glm4v_moe",
+    "glm_ocr",
 )
 TOKENS_PER_SECOND = 4  # the default of Qwen 2.5 VL, whose time positions are seconds
 Medium = tuple[int, int, int, float]

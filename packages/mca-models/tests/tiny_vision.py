@@ -144,6 +144,12 @@ CASES: dict[str, Case] = {
         {"model_type": "glm4v_moe_vision", **_SIGLIP, "out_hidden_size": 32, "attention_bias": True},
         {"image_token_id": 65, "video_token_id": 66},
     ),
+    "glm_ocr": (
+        "glm_ocr",
+        {"head_dim": 12, "rope_parameters": {**_ROPE, "mrope_section": [2, 2, 2]}},
+        {**_SIGLIP, "out_hidden_size": 32},
+        {"image_token_id": 65, "video_token_id": 66},
+    ),
     "gemma3": (
         "gemma3",
         {
@@ -171,6 +177,16 @@ CASES: dict[str, Case] = {
             "norm_type": "rms_norm",
         },
         {"image_seq_length": 4, "image_token_id": 65},
+    ),
+    "got_ocr2": (
+        "got_ocr2",
+        {"model_type": "qwen2", "head_dim": 8},
+        {
+            **{key: value for key, value in _SIGLIP.items() if key != "intermediate_size"},
+            **{"patch_size": 2, "mlp_dim": 24, "output_channels": 12},
+            **{"window_size": 3, "global_attn_indexes": [1]},
+        },
+        {"image_token_index": 65, "tie_word_embeddings": False},
     ),
     "qianfan_ocr": (
         "qianfan_ocr",

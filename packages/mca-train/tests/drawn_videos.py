@@ -83,7 +83,7 @@ def glm_processors(model_type, tokenizer, **different):
     """GLM's video processor, and the whole one of transformers."""
     from importlib import import_module
 
-    kind, name = ("glm46v", "Glm46V") if model_type == "glm46v" else ("glm4v", "Glm4v")
+    kind, name = ("glm46v", "Glm46V") if model_type in ("glm46v", "glm_ocr") else ("glm4v", "Glm4v")
     home = f"transformers.models.{kind}"
     Videos = getattr(import_module(f"{home}.video_processing_{kind}"), f"{name}VideoProcessor")
     Whole = getattr(import_module(f"{home}.processing_{kind}"), f"{name}Processor")

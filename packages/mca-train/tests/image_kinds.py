@@ -13,6 +13,7 @@ from transformers.models.deepseek_vl.image_processing_pil_deepseek_vl import Dee
 from transformers.models.deepseek_vl.processing_deepseek_vl import DeepseekVLProcessor
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.got_ocr2.processing_got_ocr2 import GotOcr2Processor
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.kimi_k25.image_processing_kimi_k25 import Kimi_K25ImageProcessor
@@ -66,6 +67,24 @@ def internvl(model_type="internvl", mark="<IMG_CONTEXT>"):
         for tiles in made["num_patches"]:
             text = text.replace("@", "<img>" + "<IMG_CONTEXT>" * 4 * int(tiles) + "</img>", 1)
         return kind.tokenizer(text)["input_ids"], {"pixel_values": made["pixel_values"]}
+
+    return kind, expected
+
+
+def got_ocr2():
+    kind = Kind(
+        "got_ocr2",
+        ("<imgpad>", "<img>", "</img>"),
+        GotOcr2ImageProcessorPil(size=SIDE),
+        lambda ids: {"image_token_index": ids[0], "vision_config": {"image_size": 16, "patch_size": 2}},
+        "<img><imgpad></img>",
+    )
+    whole = GotOcr2Processor(kind.processor, kind.tokenizer)
+
+    def expected(text, images):
+        said = text.replace("@", "<img><imgpad></img>")
+        made = whole(images=images, text=[said], num_image_tokens=4, return_tensors="pt")
+        return made["input_ids"][0].tolist(), {"pixel_values": made["pixel_values"]}
 
     return kind, expected
 
@@ -400,6 +419,7 @@ KINDS = {
     "gemma4": gemma4,
     "gemma4_unified": partial(gemma4, "gemma4_unified"),
     "internvl": internvl,
+    "got_ocr2": got_ocr2,
     "qianfan_ocr": partial(internvl, "qianfan_ocr", "<image>"),
     "mistral3": mistral3,
     "lighton_ocr": lighton_ocr,

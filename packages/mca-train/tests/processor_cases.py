@@ -27,6 +27,7 @@ from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProce
 from transformers.models.glm4v.processing_glm4v import Glm4vProcessor
 from transformers.models.glm46v.processing_glm46v import Glm46VProcessor
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.got_ocr2.processing_got_ocr2 import GotOcr2Processor
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.internvl.processing_internvl import InternVLProcessor
@@ -71,6 +72,24 @@ def with_pixtral_images(module, processor):
 
 def pixtral_processor():
     return with_pixtral_images("pixtral.processing_pixtral", "PixtralProcessor")
+
+
+def got_ocr2_processor():
+    class Processor(GotOcr2Processor):
+        """One of chats, also without images, which the tower of the tests makes four features of."""
+
+        num_image_tokens = 4
+
+        def prepare_inputs_layout(self, images=None, text=None, **kwargs):
+            if not images:
+                return ProcessorMixin.prepare_inputs_layout(self, text=text)
+            flat = [image for own in images for image in own]
+            return super().prepare_inputs_layout(images=flat, text=text, **kwargs)
+
+        def validate_inputs(self, *args, **kwargs):
+            """Allow chats without images."""
+
+    return Processor
 
 
 def lighton_processor():
@@ -173,6 +192,16 @@ QIANFAN = replace(
     processor=lambda: QianfanOCRProcessor,
     mark="<image>",
     tokens={name: token for name, token in INTERNVL.tokens.items() if name != "video_token"},
+)
+GOT = Case(
+    got_ocr2_processor,
+    "<img><imgpad></img>",
+    {"image_token": "<imgpad>", "start_image_token": "<img>", "end_image_token": "</img>"},
+    lambda: GotOcr2ImageProcessorPil(size=SIDE),
+    lambda ids: {
+        "image_token_index": ids["image_token"],
+        "vision_config": {"image_size": 16, "patch_size": 2},
+    },
 )
 MISTRAL = Case(
     pixtral_processor,
@@ -445,8 +474,10 @@ CASES = {
     "glm4v": glm(),
     "glm4v_moe": glm(),
     "glm46v": glm(Glm46VProcessor),
+    "glm_ocr": glm(Glm46VProcessor),
     "internvl": INTERNVL,
     "qianfan_ocr": QIANFAN,
+    "got_ocr2": GOT,
     "mistral3": MISTRAL,
     "lighton_ocr": LIGHTON,
     "gemma3": GEMMA,

@@ -20,6 +20,7 @@ LONGER = {
             "gemma4",
             "gemma4_unified",
             "glm4v",
+            "got_ocr2",
             "kimi_k25",
             "lfm3_vl",
             "llama4",

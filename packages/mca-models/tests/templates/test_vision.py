@@ -18,7 +18,9 @@ from safetensors.torch import load_file, save_file
 
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
+from mca_models.checkpoint_kinds import open_checkpoint
 from mca_models.templates import FAMILIES, config_from_hf, config_to_hf, get_family
+from mca_models.templates.parts.passthrough import without_passthrough
 from mca_models.templates.shapes import full_shape
 from mca_models.weights import Stage
 
@@ -38,6 +40,8 @@ PUBLISHED = {
     "vip-llava-7b": pytest.approx(7.08e9, abs=0.01e9),
     "ovis2-1b": pytest.approx(1.131e9, abs=0.001e9),  # 1.27e9 with a copy of the embedding as head
     "lighton-ocr-1b": 1_005_647_872,
+    "glm-ocr": pytest.approx(1.11e9, abs=0.01e9),  # without its MTP layer
+    "got-ocr2": pytest.approx(0.56e9, abs=0.01e9),  # defaults of transformers' configuration
     "qianfan-ocr-4b": pytest.approx(
         4.74e9, abs=0.01e9
     ),  # of Qwen 3 4B and defaults of transformers' configuration
@@ -180,6 +184,21 @@ def test_fused_tensors_of_a_tower_are_transformers_projections(case: str, file: 
     loaded = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "published").state_dict()
     assert loaded.keys() == state.keys()
     assert all(torch.equal(x, state[name]) for name, x in loaded.items())
+
+
+def test_prediction_layers_of_a_text_part_are_carried(tmp_path: Path) -> None:
+    directory = tiny_vision.save("glm_ocr", tmp_path)
+    tensors = load_file(directory / "model.safetensors")
+    more = {
+        f"model.language_model.layers.4.{name}.weight": torch.zeros(3, 2) for name in ("eh_proj", "enorm")
+    }
+    save_file({**tensors, **more}, directory / "model.safetensors", {"format": "pt"})
+    source = open_checkpoint(directory)
+    known = {name for param in source.params for name in param.hf_names()}
+    assert known == {*tensors, *more}
+    built = without_passthrough(source.config)
+    names = {name for param in get_family("glm_ocr").params(built) for name in param.hf_names()}
+    assert names == tensors.keys()
 
 
 @pytest.mark.cases(8)

@@ -130,7 +130,7 @@ def test_tokens_pixels_and_positions_are_those_of_the_models_processor(model, st
     assert len(found) < found[0].max()
 
 
-@pytest.mark.parametrize("model", ["glm4v", "glm4v_moe", "glm46v"])
+@pytest.mark.parametrize("model", ["glm4v", "glm4v_moe", "glm46v", "glm_ocr"])
 def test_frames_of_glm_are_images_in_front_of_their_times(model, folder):
     tokenizer = glm_tokenizer()
     videos, whole = glm_processors(model, tokenizer)

@@ -45,6 +45,7 @@ def made(**more: Any) -> Any:
     layout = {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "etp": 1}
     training = {"fp8": None, "fp8_recipe": None, "overlap_moe_expert_parallel_comm": False}
     training |= {"overlap_grad_reduce": False, "overlap_param_gather": False}
+    training |= {"use_distributed_optimizer": True}
     training |= {"accumulate_allreduce_grads_in_fp32": None, "recompute_granularity": None}
     config |= {name: more.pop(name) for name in [*more] if name in config}
     layout |= {name: more.pop(name) for name in [*more] if name in layout}
@@ -120,12 +121,17 @@ def test_each_expert_is_launched_alone(fp8: str | None, recipe: str, casts: int)
     [
         (1, 1, 0),
         (2, 1, 2 * (3 + 13 * 3 * 7 * 2 / 2)),
-        (4, 2, 2 * (3 * 3 + 13 * 3 * 7 * 2 * 3 / 4)),
+        (4, 2, 2 * (3 * 3 + 13 * 3 * 7 * 2 * 3 / 4) + 2 * (3 + 13 * 3 * 7 * 2)),
+        (1, 4, 2 * (3 * 2 + 13 * 3 * 7 * 2 * 3)),
+        (1, 16, 2 * (7 * 4 + 13 * 3 * 7 * 2 * 15)),
         (16, 1, 2 * (7 * 4 + 13 * 3 * 7 * 2 * 15 / 16 / 2)),
     ],
 )
 def test_tokens_go_to_their_experts_and_back(ep: int, etp: int, seconds: float) -> None:
-    """Two bytes of 7 channels of 13 tokens for 3 experts; of 16 ranks, half are on another machine."""
+    """Two bytes of 7 channels of 13 tokens for 3 experts; of 16 ranks, half are on another machine.
+
+    Ranks that share an expert gather the tokens of one another.
+    """
     each = made(ep=ep, etp=etp)
     assert each._expert_messages(SimpleNamespace(hidden=7)) == pytest.approx(seconds)
 
@@ -157,9 +163,12 @@ def test_experts_by_hand(fp8: str | None, capacity: int | None, overlaps: bool, 
 @pytest.mark.parametrize("has_mlp", [False, True])
 @pytest.mark.parametrize("per_layer", [0, 19])
 @pytest.mark.parametrize("frozen", [False, True])
-def test_a_layer_by_hand(moe: bool, has_mlp: bool, per_layer: int, frozen: bool, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("shared", [0, 8])
+def test_a_layer_by_hand(
+    moe: bool, has_mlp: bool, per_layer: int, frozen: bool, shared: int, monkeypatch: Any
+) -> None:
     """23 weights of attention, 29 of scores, an MLP of 30 by two ranks; experts are computed apart."""
-    each = made(tp=2, per_layer_input_size=per_layer, frozen=frozen, moe="experts")
+    each = made(tp=2, per_layer_input_size=per_layer, frozen=frozen, moe=SimpleNamespace(shared=shared))
     config = each.model.config
     config.is_moe_layer, config.has_mlp, config.has_attention = (
         lambda n: moe,
@@ -183,7 +192,8 @@ def test_a_layer_by_hand(moe: bool, has_mlp: bool, per_layer: int, frozen: bool,
     mlp = 0 if moe or not has_mlp else 2 * 11 * (3 * 30 * 5) / 2
     products = 2 * (11 * 23 + 13 * 3 * per_layer * 5) + mlp
     experts = (100, 200, 50) if moe else (0, 0, 0)
-    sent = 40 * (1 + has_mlp) / 2 + experts[2]
+    dense = has_mlp and (not moe or shared > 0)  # tokens that go to experts are not gathered before
+    sent = 40 * (1 + dense) / 2 + experts[2]
     backward = (1 if frozen else 2) * products + 2.5 * 29 + 25
     assert recomputed == pytest.approx({"core_attn": 29, "mlp": mlp, "moe": experts[0] + experts[2]})
     assert spent.forward == pytest.approx(products + 29 + 25 + experts[0] + sent + 31)
@@ -194,7 +204,7 @@ def test_a_layer_by_hand(moe: bool, has_mlp: bool, per_layer: int, frozen: bool,
     assert launched.forward == pytest.approx(10**6 * (1 + moe) + experts[0] + sent + 31)
     assert launched.backward == pytest.approx(2 * 10**6 * (1 + moe) + 37 + experts[1] + sent + 2 * 31)
     config.has_attention = lambda n: False
-    assert each._layer_time(3).messages == pytest.approx(2 * (40 * has_mlp / 2 + experts[2]))
+    assert each._layer_time(3).messages == pytest.approx(2 * (40 * dense / 2 + experts[2]))
 
 
 @pytest.mark.parametrize(
@@ -264,6 +274,9 @@ def test_gradients_go_over_data_parallel_ranks(
     assert each._gradients(SimpleNamespace(dense=80, experts=0)) == pytest.approx(seconds(dense))
     both = each._gradients(SimpleNamespace(dense=80, experts=40))
     assert both == pytest.approx(seconds(dense) + seconds(experts))
+    each.model.training.use_distributed_optimizer = False  # an all-reduce, and nothing is gathered
+    plain = each._gradients(SimpleNamespace(dense=80, experts=40))
+    assert plain == pytest.approx(2 * shown[0] * (dense[0] + experts[0]))
     each.grid.data_parallel_size, each.grid.layout.cp = 1, 1
     assert each._gradients(SimpleNamespace(dense=80, experts=0)) == 0
 

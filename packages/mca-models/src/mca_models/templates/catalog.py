@@ -79,11 +79,13 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
         "GLM 4.6V: the text model of `glm4v` or `glm4v_moe` with a vision model",
         "as of the text part",
     ),
+    "glm_ocr": ("GLM-OCR: `glm4` without biases, with a vision model", "as of the text part"),
     "gemma3": ("`gemma3_text` with a vision model", "as of the text part"),
     "internvl": (
         "InternVL 3 in HF's format: `qwen2`, `qwen3`, `qwen3_moe`, `llama` or `gpt_oss` with a vision model",
         "as of the text part",
     ),
+    "got_ocr2": ("GOT-OCR 2: `qwen2` with a SAM vision model", "as of the text part"),
     "qianfan_ocr": ("`qwen3` with the vision model of `internvl`", "as of the text part"),
     "mistral3": ("`mistral`, `ministral3` or `mistral4` with a vision model", "as of the text part"),
     "kimi_k2": ("DeepSeek V3 under its own type", "Megatron's"),
@@ -338,35 +340,46 @@ _REASONS: Mapping[str, str] = {
     "parallel attention and MLP, and one q, k, v tensor interleaved by tensor rank": "codegen",
     "another kind of bias on attention and MLP": "gpt_neox_japanese",
     "state space or recurrent layers, alone or between attention layers": ("recurrent_gemma rwkv xlstm"),
-    "state space layers, between which attention runs whose weights several layers share": "zamba zamba2",
+    "Mamba layers, between which a few attention blocks run several times, on hidden states that are joined with the "
+    "embeddings of the tokens": "zamba zamba2",
     "short convolutions in place of attention, or before it": ("inkling2_text inkling_text zaya"),
     "two kinds of MLA, with an indexer and with a sliding window": "dots3_note_text",
     INDEXER + ", and several residual streams": "hy_v4",
     INDEXER + ", n-gram embeddings and gated residuals": "qwen4_exp_text",
     "an indexer over compressed keys, hash routing, several residual streams": ("deepseek_v4"),
     "a multimodal model; its text part is not extracted": (
-        "cohere_compass_text dots3_note emu3 fuyu gemma3n git got_ocr2 "
-        "moshi moss_transcribe_diarize musicgen musicgen_melody phi4_multimodal qwen4_exp"
+        "cohere_compass_text dots3_note emu3 fuyu git "
+        "moshi moss_transcribe_diarize musicgen musicgen_melody qwen4_exp"
     ),
+    "a vision model of timm; several residual streams, and per-layer embeddings": "gemma3n",
+    "adapters for each medium in published files, separators of image crops that are parameters, and audio projectors "
+    "that depend on the images of a batch": "phi4_multimodal",
+    "features that are added to the embeddings of placeholders, all of which attend to each other in both directions": (
+        "molmo2"
+    ),
+    "the model of `got_ocr2`, with a chat template that writes all placeholders of an image": "pp_chart2table",
     "audio": ("fun_asr_nano inkling_mm_model kyutai_speech_to_text muse_spark nemo_speechlm vibevoice_asr"),
-    "an audio encoder with batch norms, whose statistics are of the clips of a batch": (
-        "granite_speech granite_speech_plus"
-    ),
+    "an audio encoder with batch norms, whose statistics are of the clips of a batch and change in training; a "
+    "Q-Former; an adapter for rows with audio in published files": ("granite_speech granite_speech_plus"),
     "audio added to the embedding of each token, and norms that depend on the delay of the text": (
         "voxtral_realtime"
     ),
     "a vision model that mca does not know; its text part is of a supported type": (
         "aria deepseek_vl_hybrid fast_vlm hyperclovax_vision_v2 "
         "idefics2 llava_next_video "
-        "minicpm_ocr minicpmv4_6 minicpmv4_7 nemotron_h_omni perception_lm pp_chart2table "
+        "minicpm_ocr minicpmv4_6 minicpmv4_7 nemotron_h_omni perception_lm "
         "video_llama_3 video_llava"
     ),
     "a vision model and a text part that mca does not know": (
-        "cohere_compass cosmos3_edge deepseek_ocr2 glm5_next glm_ocr glmga granite_docling hunyuan_vl "
-        "inkling2 kosmos-2 kosmos-2.5 mistral_large4 molmo2 muse_glimmer paddleocr_vl step3p7 unlimited_ocr"
+        "cohere_compass cosmos3_edge deepseek_ocr2 glm5_next glmga granite_docling hunyuan_vl "
+        "inkling2 kosmos-2 kosmos-2.5 mistral_large4 muse_glimmer paddleocr_vl step3p7 unlimited_ocr"
     ),
-    "a prompt whose tokens attend to each other in both directions": "paligemma",
-    "routed experts for the tokens of images next to those for text": "ernie4_5_vl_moe",
+    "a prompt whose tokens, also those of its text, attend to each other in both directions; no chat template": (
+        "paligemma"
+    ),
+    "in each layer, a router and experts of another width for the tokens of images next to those for text": (
+        "ernie4_5_vl_moe"
+    ),
     "a Q-Former between the vision model and the text part": (
         "blip-2 granite4_vision instructblip instructblipvideo"
     ),

@@ -1,5 +1,6 @@
-"""GLM 4.1V, 4.5V and 4.6V: HF ``Glm4vForConditionalGeneration``, ``Glm4vMoe...`` and ``Glm46V...``."""
+"""GLM 4.1V, 4.5V, 4.6V and OCR: HF ``Glm4vForConditionalGeneration``, ``Glm4vMoe...``, ``Glm46V...``, ``GlmOcr...``."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Literal
@@ -14,6 +15,7 @@ from mca_models.templates.parts.moe import (
     AUX_LOSS,
     GROUPED_EXPERTS,
 )
+from mca_models.templates.parts.passthrough import with_mtp_passthrough
 from mca_models.templates.parts.patch_merger import VISUAL, patches
 from mca_models.templates.parts.vision_language import vision_language_family
 from mca_models.templates.parts.vision_tower import (
@@ -34,12 +36,12 @@ GLM4_MOE = get_family("glm4_moe")
 _norm, _linear = partial(norm, bias=False), partial(linear, bias=False)
 
 
-def gated(name: str, inner: int, width: int) -> Shapes:
+def gated(name: str, inner: int, width: int, *, bias: bool = False) -> Shapes:
     """The three matrices of a gated MLP."""
     return {
-        **_linear(f"{name}gate_proj", inner, width),
-        **_linear(f"{name}up_proj", inner, width),
-        **_linear(f"{name}down_proj", width, inner),
+        **linear(f"{name}gate_proj", inner, width, bias=bias),
+        **linear(f"{name}up_proj", inner, width, bias=bias),
+        **linear(f"{name}down_proj", width, inner, bias=bias),
     }
 
 
@@ -74,6 +76,37 @@ def tensors(config: McaModelConfig) -> Shapes:
     }
 
 
+def ocr_tensors(config: McaModelConfig) -> Shapes:
+    """Every tensor of the vision model of GLM-OCR, with norms of q and k, and without a table of positions."""
+    _, vision = vision_values(config)
+    width, out, merge = (
+        vision.size("hidden_size", 1024),
+        vision.size("out_hidden_size", 1536),
+        vision.size("spatial_merge_size", 2),
+    )
+    bias = vision.flag("attention_bias", True)
+    block = {
+        **_norm("norm1", width),
+        **_norm("norm2", width),
+        **linear("attn.qkv", 3 * width, width, bias=bias),
+        **linear("attn.proj", width, width, bias=bias),
+        **_norm("attn.q_norm", width // vision.size("num_heads", 16)),
+        **_norm("attn.k_norm", width // vision.size("num_heads", 16)),
+        **gated("mlp.", vision.size("intermediate_size", 4096), width, bias=bias),
+    }
+    return {
+        f"{VISUAL}patch_embed.proj.weight": patches(vision, width),
+        f"{VISUAL}patch_embed.proj.bias": (width,),
+        **repeat_shapes(f"{VISUAL}blocks", vision.layers("depth", 24), block),
+        **_linear(f"{VISUAL}merger.proj", out, out),
+        **norm(f"{VISUAL}merger.post_projection_norm", out),
+        **gated(f"{VISUAL}merger.", out * vision.size("in_channels", 3), out),
+        f"{VISUAL}downsample.weight": (out, width, merge, merge),
+        f"{VISUAL}downsample.bias": (out,),
+        **_norm(f"{VISUAL}post_layernorm", width),
+    }
+
+
 def _derive(hf: HfConfig) -> JsonObject:
     return {"kv_channels": head_dim(hf)}
 
@@ -89,6 +122,17 @@ def dense_text() -> Family:
         facts=(Lens(_derive),),
     )
     return replace(GLM4, model_type="glm4v_text", config=config)
+
+
+def ocr_text() -> Family:
+    """GLM 4 as the text part of GLM-OCR: without biases, and with heads of any size."""
+    config = replace(
+        GLM4.table,
+        fields=tuple(field for field in GLM4.table.fields if field.hf != "attention_bias"),
+        defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
+        constants={**GLM4.table.constants, "add_qkv_bias": False},
+    )
+    return replace(GLM4, model_type="glm_ocr_text", config=config)
 
 
 def moe_text() -> Family:
@@ -114,13 +158,14 @@ def _family(
     *texts: Family,
     ties: Literal["never", "too"] = "too",
     video: VideoTokenKind = "second_after",
+    shapes: Callable[[McaModelConfig], Shapes] = tensors,
 ) -> Family:
     return vision_language_family(
         model_type,
         architecture,
         {text.model_type: text for text in texts},
         VisionModel(
-            tensors=tensors,
+            tensors=shapes,
             spellings=(module_spelling(VISUAL),),
             projector=(f"{VISUAL}merger.",),
             video_tokens=video,
@@ -134,4 +179,13 @@ FAMILY = _family("glm4v", "Glm4vForConditionalGeneration", dense_text())
 MOE_FAMILY = _family("glm4v_moe", "Glm4vMoeForConditionalGeneration", moe_text())
 GLM46V = _family(
     "glm46v", "Glm46VForConditionalGeneration", dense_text(), moe_text(), ties="never", video="seconds_after"
+)
+GLM_OCR = with_mtp_passthrough(
+    _family(
+        "glm_ocr",
+        "GlmOcrForConditionalGeneration",
+        ocr_text(),
+        video="seconds_after",
+        shapes=ocr_tensors,
+    )
 )

@@ -112,6 +112,14 @@ def _plain(
     return PlainTokens(processor, token, _tokens_per_image(config))
 
 
+def _enclosed(
+    processor: ImageProcessor, token: int, config: McaModelConfig, tokenizer: "PreTrainedTokenizerBase"
+) -> ImageTokens:
+    made = _plain(processor, token, config, tokenizer)
+    made.before, made.after = ([mark] for mark in internvl_marks(tokenizer))
+    return made
+
+
 def _tile_rows(
     processor: ImageProcessor, token: int, config: McaModelConfig, tokenizer: "PreTrainedTokenizerBase"
 ) -> ImageTokens:
@@ -282,6 +290,7 @@ _MAKERS: Mapping[str, _Maker] = {
     "fixed": _fixed,
     "pooled": _pooled,
     "plain": _plain,
+    "enclosed": _enclosed,
     "tile_rows": _tile_rows,
     "tile_breaks": _cohere_tiles,
     "named_tiles": _cohere_tiles,

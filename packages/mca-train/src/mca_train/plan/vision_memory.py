@@ -61,11 +61,13 @@ _BLOCKS = {
     "glm4v_vision": _GATED,
     "exaone4_5_vision": _GATED,
     "glm4v_moe_vision": _GATED,
+    "glm_ocr_vision": _Block(inner=4, single=4),
     "qwen2_vl_vision": _Block(inner=3),  # an approximate GELU that saves its factors
     "clip_vision_model": _Block(attention=4, inner=3),  # as SigLIP, and a sigmoid in the activation
     "siglip_vision_model": _Block(attention=4),  # no RoPE, and no copy of the merged heads
     "internvl_vision": _Block(attention=6),  # the same, with layer scale after attention and MLP
     "qianfan_ocr_vision": _Block(attention=6),
+    "got_ocr2_vision": _Block(attention=6),  # and scores
     "llama4_vision_model": _Block(attention=4),  # RoPE of complex numbers, which saves no copy
     "pixtral": _Block(attention=4, inner=4, single=2),
     "lfm3_vl_vision": _GATED,  # convolutions with their gates save as much as attention
@@ -105,6 +107,10 @@ class VisionTower:
     """Pixels along a side of a tile, of which an image of any size has several; 0: it has none."""
     visual_vocab_size: int = 0
     """Rows of the visual embedding table, of which a feature is a mixture; 0: there is none."""
+    score_heads: int = 0
+    """Attention heads whose scores are in memory; 0: there are none."""
+    score_keys: tuple[float, ...] = ()
+    """Keys of a patch in each layer with such scores."""
 
     @classmethod
     def from_config(cls, config: McaModelConfig) -> "VisionTower | None":
@@ -126,12 +132,13 @@ class VisionTower:
         form, side, merge = pictures
         tile = _square_side(sizes["image_size"]) if form == "joined_tiles" else 0
         hidden, patch = sizes.get("embed_dim") or sizes["hidden_size"], _square_side(sizes["patch_size"])
+        keeps_scores = sizes["model_type"] == "got_ocr2_vision"
         return cls(
             kind=sizes["model_type"],
             form=form,
             depth=sizes.get("depth") or sizes["num_hidden_layers"],
             hidden=hidden,
-            inner=sizes.get("intermediate_size") or hidden * sizes["mlp_ratio"],
+            inner=sizes.get("intermediate_size") or sizes.get("mlp_dim") or hidden * sizes["mlp_ratio"],
             features=sizes.get("out_hidden_size") or sizes["hidden_size"],
             merge=merge,
             patch=patch,
@@ -141,6 +148,8 @@ class VisionTower:
             temporal=sizes.get("temporal_patch_size", 1),
             tile=tile,
             visual_vocab_size=sizes["vocab_size"] if form == "marked_tiles" else 0,
+            score_heads=sizes["num_attention_heads"] if keeps_scores else 0,
+            score_keys=_score_keys(sizes) if keeps_scores else (),
         )
 
     @classmethod
@@ -185,6 +194,8 @@ def _image_layout(config: McaModelConfig, vision: Values, sizes: Values) -> Imag
     if family.image_tokens == "joined_tiles":
         return "joined_tiles", None, 1
     side = _square_side(sizes["image_size"])
+    if sizes["model_type"] == "got_ocr2_vision":  # its convolutions merge patches, see `_extent`
+        return "tiles", side, 1
     if sizes["model_type"] in ("internvl_vision", "qianfan_ocr_vision"):
         return "tiles", side, int(1 / vision.get("downsample_ratio", 0.5))
     assert family.tokens_per_image is not None, "such a tower gives a fixed number of tokens"
@@ -194,6 +205,18 @@ def _image_layout(config: McaModelConfig, vision: Values, sizes: Values) -> Imag
         side,
         max(side // _square_side(sizes["patch_size"]) // isqrt(tokens), 1),
     )
+
+
+def _score_keys(sizes: Values) -> tuple[float, ...]:
+    """Return the keys of a patch in each layer of a SAM tower, whose windows are padded to squares."""
+    side, window = (
+        _square_side(sizes["image_size"]) // _square_side(sizes["patch_size"]),
+        sizes["window_size"],
+    )
+    padded = -(-side // window) * window
+    inside = (window * padded / side) ** 2
+    everywhere = sizes["global_attn_indexes"]
+    return tuple(side**2 if i in everywhere else inside for i in range(sizes["num_hidden_layers"]))
 
 
 def _square_side(size: int | Sequence[int]) -> int:
@@ -277,8 +300,9 @@ class Images:
         tower, patches = self.tower, sequences * self.patches
         merged = tower.hidden * tower.merge**2
         factors = 3 if _BLOCKS.get(tower.kind, _Block()).inner == _GATED.inner else 2
-        layer = 4 * tower.hidden**2 + factors * tower.hidden * tower.inner
-        layer += 2 * tower.hidden * self._attended  # scores and their products with values
+        layer: float = 4 * tower.hidden**2 + factors * tower.hidden * tower.inner
+        keys = sum(tower.score_keys) / tower.depth if tower.score_keys else self._attended
+        layer += 2 * tower.hidden * keys  # scores and their products with values
         projected = 1.0 * tower.projectors * (merged + tower.features) * tower.hidden
         projected += tower.visual_vocab_size * (tower.hidden + tower.features / tower.merge**2)
         return 2.0 * patches * (tower.depth * layer + tower.values * tower.hidden + projected)
@@ -303,6 +327,8 @@ class Images:
         found = []
         if "vision" in self.trained:
             kept = tower.depth * self._block(sizes)
+            scores = patches * tower.score_heads * sum(tower.score_keys)
+            kept += scores * (SINGLE + sizes.width)  # softmax in fp32, and cast
             if tower.form == "sizes":  # mask of the patches of each image
                 kept += patches**2 * sizes.width
             found = [SavedTensor("vision tower", kept, f"transformers: {tower.kind}")]
@@ -327,7 +353,8 @@ class Images:
     def running(self, sizes: Sizes) -> float:
         """Return the peak bytes of the tower's forward pass if it saves nothing."""
         tower, patches = self.tower, float(sizes.sequences * self.patches)
-        widest = max(4 * tower.inner, 6 * tower.hidden) * sizes.width
+        widest: float = max(4 * tower.inner, 6 * tower.hidden) * sizes.width
+        widest += tower.score_heads * max(tower.score_keys, default=0) * (2 * SINGLE + 2 * sizes.width)
         return patches * (widest + 2 * tower.hidden * sizes.width)
 
 
@@ -414,6 +441,8 @@ def _extent(config: McaModelConfig, tower: VisionTower, pixels: int, count: int)
     if tower.form == "marked_tiles" and family.tokens_per_image is not None:
         order = tile_order(1, 1)
         return Extent(len(order) - 1 + family.tokens_per_image(config))
+    if tower.score_keys and family.tokens_per_image is not None:
+        return Extent(family.tokens_per_image(config))
     if tower.form != "joined_tiles" or family.tokens_of_size is None:
         return None
     if count > 1 and family.tokens_together is not None:

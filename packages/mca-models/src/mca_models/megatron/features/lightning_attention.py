@@ -23,9 +23,8 @@ from mca_models.megatron.features.recurrent_layers import (
     mixer_in_layers,
     mixer_projections,
     separate_layer_states,
-    split_sharded_state,
 )
-from mca_models.megatron.types import MegatronConfig, ShardedState
+from mca_models.megatron.types import MegatronConfig
 
 _PARTS = ("qkv", "gate")
 _EPSILON = 1e-6
@@ -90,6 +89,8 @@ class LightningAttention(SequenceMixer):
             config, column, row, self.groups.tp, rows=4 * width, inside=width
         )
         self.gate_norm = _GateNorm(config, heads, self.channels)
+        share = self.heads * self.channels
+        self.fused = {"in_proj.weight": ([3 * share, share], _PARTS)}
         self._layer = options["layer_number"] - 1, model.num_layers
 
     def _sequence(self, mixed: Tensor) -> Tensor:
@@ -106,14 +107,6 @@ class LightningAttention(SequenceMixer):
         """Return the rates of this rank's heads; a buffer would be rounded in a model of half precision."""
         ranks, rank = self.groups.tp.size(), self.groups.tp.rank()
         return decay_rates(ranks * self.heads, *self._layer, device).narrow(0, rank * self.heads, self.heads)
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: Typed = None
-    ) -> ShardedState:
-        """Return the sharded state; the input projection is split into its parts, independent of the layout."""
-        share = self.heads * self.channels
-        fused = {"in_proj.weight": ([3 * share, share], _PARTS)}
-        return split_sharded_state(self, prefix, sharded_offsets, metadata, fused=fused)
 
 
 LIGHTNING_ATTENTION = Feature(

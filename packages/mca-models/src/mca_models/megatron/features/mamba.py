@@ -31,12 +31,11 @@ from mca_models.megatron.features.recurrent_layers import (
     mixer_projections,
     normed_linears,
     separate_layer_states,
-    split_sharded_state,
 )
 from mca_models.megatron.layers.sharded import cut_parameter
 from mca_models.megatron.names import Implementation
 from mca_models.megatron.tensors import seeded_generator
-from mca_models.megatron.types import MegatronConfig, PackedSeqParams, ShardedState, Spec, WithBias
+from mca_models.megatron.types import MegatronConfig, PackedSeqParams, Spec, WithBias
 from mca_models.templates.parts.mamba import segments
 
 _KERNELS_CHUNK = 256
@@ -102,7 +101,6 @@ def state_space(inputs: Tensor, decay: Tensor, into: Tensor, read: Tensor) -> Te
 
 
 _HEADS = ("dt_bias", "A_log", "D")
-_CUT = (*_HEADS, "conv1d.weight", "conv1d.bias", "norm.weight")
 _PARTS = ("z", "x", "B", "C", "dt")
 _FUSED = {"in_proj.weight": slice(None), "conv1d.weight": slice(1, 4), "conv1d.bias": slice(1, 4)}
 """Parts of each fused tensor."""
@@ -159,6 +157,7 @@ class GatedNorm(torch.nn.Module):
 class Mamba(SequenceMixer):
     """Mamba 2 layer with one tensor rank's heads; `_module` mixes in ``MegatronModule``."""
 
+    cut = (*_HEADS, "conv1d.weight", "conv1d.bias", "norm.weight")
     dt_bias: Tensor
     A_log: Tensor
     D: Tensor
@@ -176,15 +175,9 @@ class Mamba(SequenceMixer):
             config, column, row, self.groups.tp, rows=sum(sizes), inside=sizes[0]
         )
         channels, kernel = sum(self.sizes[1:4]), given(model.mamba).mamba_conv_kernel_dim
-        convolution = torch.nn.Conv1d(
-            channels,
-            channels,
-            kernel,
-            groups=channels,
-            bias=given(model.mamba).mamba_conv_bias,
-            dtype=config.params_dtype,
+        self.conv1d = CausalConvolution.build(
+            channels, kernel, config, bias=given(model.mamba).mamba_conv_bias
         )
-        self.conv1d = CausalConvolution.from_conv1d(convolution, find_kernel("causal_conv1d_fn", config))
         self.scan = find_kernel("mamba_chunk_scan_combined", config)
         for name in _HEADS:
             setattr(self, name, cut_parameter((self.sizes[4],), config.params_dtype))
@@ -192,6 +185,7 @@ class Mamba(SequenceMixer):
         if given(model.mamba).mamba_norm != "none":
             self.norm = GatedNorm(config, self.sizes[0], self.head_groups, gate_first=first)
         self.factors = given(model.mamba).mamba_multipliers
+        self.fused = {name: (self.sizes[parts], _PARTS[parts]) for name, parts in _FUSED.items()}
 
     def forward(self, hidden_states: Tensor, *args: Typed, **options: Typed) -> WithBias:
         """Map ``[s / cp, b, hidden]`` to the same shape; other arguments of an attention are ignored."""
@@ -219,13 +213,6 @@ class Mamba(SequenceMixer):
         out = out.transpose(0, 1).flatten(2)
         gated: Tensor = out * silu(gate.float()) if self.norm is None else self.norm(out, gate)
         return gated.to(mixed.dtype)
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: Typed = None
-    ) -> ShardedState:
-        """Return the sharded state; fused tensors are split into their parts, independent of the layout."""
-        fused = {name: (self.sizes[parts], _PARTS[parts]) for name, parts in _FUSED.items()}
-        return split_sharded_state(self, prefix, sharded_offsets, metadata, cut=_CUT, fused=fused)
 
 
 def mamba_spec(implementation: Implementation, config: McaModelConfig) -> Spec:

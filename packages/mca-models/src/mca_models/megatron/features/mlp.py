@@ -12,12 +12,12 @@ from torch.nn.functional import softplus
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron.features.feature import Feature, Setup
-from mca_models.megatron.layers.sharded import sharded_state
-from mca_models.megatron.types import GptModel, MegatronConfig, Settings, ShardedState
+from mca_models.megatron.layers.sharded import ShardedModule
+from mca_models.megatron.types import GptModel, MegatronConfig, Settings
 from mca_models.templates.parts.moe import expert_sizes
 
 
-class Xielu(torch.nn.Module):
+class Xielu(ShardedModule):
     """``p x^2 + b x`` above 0, ``n (e^min(x, eps) - 1 - x) + b x`` below; the same on every tensor rank.
 
     p is softplus(alpha_p), n is b + softplus(alpha_n).
@@ -41,12 +41,6 @@ class Xielu(torch.nn.Module):
         negative = self.beta + softplus(copy_to_tensor_model_parallel_region(self.alpha_n))
         below = (torch.expm1(torch.min(x, self.eps)) - x) * negative
         return torch.where(x > 0, positive * x * x, below) + self.beta * x
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: ShardedState | None = None
-    ) -> ShardedState:
-        """Return the state for Megatron's distributed checkpoint."""
-        return sharded_state(self, prefix, sharded_offsets, {})
 
 
 def use_xielu(model: GptModel) -> None:

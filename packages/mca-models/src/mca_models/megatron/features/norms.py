@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,23 +20,23 @@ from mca_models.megatron.features.feature import (
     remove_module,
 )
 from mca_models.megatron.layers.norm import Norm, norm_with
-from mca_models.megatron.layers.sharded import cut_parameter, sharded_state
+from mca_models.megatron.layers.sharded import ShardedModule, cut_parameter
 from mca_models.megatron.types import (
     GptModel,
     MegatronConfig,
     MegatronModule,
     Settings,
-    ShardedState,
     WithBias,
 )
 
 
-class FullWidthNorm(torch.nn.Module):
+class FullWidthNorm(ShardedModule):
     """RMSNorm across all heads of a token, which tensor ranks share.
 
     Its weight has one number for each channel of each head of this rank.
     """
 
+    axes: ClassVar = {"weight": 0}
     heads = "num_attention_heads"
 
     def __init__(self, config: MegatronConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
@@ -59,12 +60,6 @@ class FullWidthNorm(torch.nn.Module):
         normal: Tensor = flat * torch.rsqrt(mean + self.eps) * self.weight.float()
         return normal.to(x.dtype).view_as(x)
 
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: ShardedState | None = None
-    ) -> ShardedState:
-        """Return the state for Megatron's distributed checkpoint, sharded over tensor ranks."""
-        return sharded_state(self, prefix, sharded_offsets, {"weight": 0})
-
 
 class FullWidthKeyNorm(FullWidthNorm):
     """``FullWidthNorm`` of the keys."""
@@ -72,9 +67,10 @@ class FullWidthKeyNorm(FullWidthNorm):
     heads = "num_query_groups"
 
 
-class PerHeadNorm(Norm):
+class PerHeadNorm(ShardedModule, Norm):
     """Norm of each head with a weight for each channel of each head of this rank."""
 
+    axes: ClassVar = {"weight": 0}
     heads = "num_attention_heads"
     has_weight = has_bias = False
 
@@ -87,12 +83,6 @@ class PerHeadNorm(Norm):
         """Normalize ``[..., heads / tp, channels]``; return its dtype."""
         normal = self.normal(x.float(), None)
         return (normal * self.weight.float().view(-1, *self.shape)).to(x.dtype)
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: ShardedState | None = None
-    ) -> ShardedState:
-        """Return the state for Megatron's distributed checkpoint, sharded over tensor ranks."""
-        return sharded_state(self, prefix, sharded_offsets, {"weight": 0})
 
 
 class PerHeadKeyNorm(PerHeadNorm):
@@ -145,14 +135,8 @@ def _normalise_rotated(
     return query_norm(query), key_norm(key), *rest
 
 
-class PostNorm(Norm):
+class PostNorm(ShardedModule, Norm):
     """Norm of the output of attention or MLP, before it is added to the residual."""
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: ShardedState | None = None
-    ) -> ShardedState:
-        """Return the state for Megatron's distributed checkpoint, replicated over tensor ranks."""
-        return sharded_state(self, prefix, sharded_offsets, {})
 
 
 def add_post_norms(model: GptModel, config: McaModelConfig) -> None:

@@ -5,7 +5,7 @@ The computation of each sequence is in the modules of the layers.
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Typed
 from mca_models.megatron.features.feature import LayerContext, SpecChanges
-from mca_models.megatron.features.kernels import Kernel
+from mca_models.megatron.features.kernels import Kernel, find_kernel
 from mca_models.megatron.layers.sharded import sharded_state
 from mca_models.megatron.layers.zigzag import rank_token_ranges, restore_token_order
 from mca_models.megatron.names import Implementation
@@ -148,8 +148,12 @@ class SequenceMixer(torch.nn.Module):
         in_proj: Input projection.
         out_proj: Output projection.
         groups: Process groups of the layer.
+        cut: Names of the parameters, not of its modules, that tensor ranks share along the first dimension.
+        fused: Rows on this rank and names of the parts of each fused tensor, along the first dimension.
     """
 
+    cut: ClassVar[Sequence[str]] = ()
+    fused: Mapping[str, tuple[Sequence[int], Sequence[str]]] = {}
     in_proj: MegatronModule
     out_proj: MegatronModule
     groups: Typed
@@ -178,37 +182,20 @@ class SequenceMixer(torch.nn.Module):
         """Map projections of one sequence ``[s, b, rows]`` to the inputs of ``out_proj``."""
         raise NotImplementedError
 
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: Typed = None
+    ) -> ShardedState:
+        """Return the sharded state; fused tensors are split into their parts, independent of the layout."""
+        from megatron.core.ssm.mamba_mixer import _split_tensor_factory
 
-def split_sharded_state(
-    module: torch.nn.Module,
-    prefix: str,
-    offsets: tuple[object, ...],
-    metadata: Typed,
-    *,
-    cut: Sequence[str] = (),
-    fused: Mapping[str, tuple[Sequence[int], Sequence[str]]],
-) -> ShardedState:
-    """Return the sharded state of a layer, with fused tensors split into their parts, independent of the layout.
-
-    Args:
-        module: The layer, which mixes in ``MegatronModule``.
-        prefix: Prefix of its names.
-        offsets: Offsets of the layer in tensors of several layers.
-        metadata: Megatron's metadata of the checkpoint.
-        cut: Names of the parameters, not of its modules, that tensor ranks share along the first dimension.
-        fused: Rows on this rank and names of the parts of each fused tensor, along the first dimension.
-    """
-    from megatron.core.ssm.mamba_mixer import _split_tensor_factory
-    from megatron.core.transformer.module import MegatronModule
-
-    state: ShardedState = MegatronModule.sharded_state_dict(module, prefix, offsets, metadata)
-    if cut:
-        own = sharded_state(module, prefix, offsets, dict.fromkeys(cut, 0))
-        state |= {key: value for key, value in own.items() if key.removeprefix(prefix) in cut}
-    for name, (rows, parts) in fused.items():
-        if (key := f"{prefix}{name}") in state:
-            state[key] = _split_tensor_factory(state[key], list(rows), list(parts), 0)
-    return state
+        state: ShardedState = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
+        if self.cut:
+            own = sharded_state(self, prefix, sharded_offsets, dict.fromkeys(self.cut, 0))
+            state |= {key: value for key, value in own.items() if key.removeprefix(prefix) in self.cut}
+        for name, (rows, parts) in self.fused.items():
+            if (key := f"{prefix}{name}") in state:
+                state[key] = _split_tensor_factory(state[key], list(rows), list(parts), 0)
+        return state
 
 
 class CausalConvolution(torch.nn.Conv1d):
@@ -220,6 +207,15 @@ class CausalConvolution(torch.nn.Conv1d):
 
     kernel: Kernel | None
     activation: Literal["silu"] | None = "silu"
+
+    @classmethod
+    def build(
+        cls, channels: int, width: int, config: MegatronConfig, *, bias: bool = False
+    ) -> "CausalConvolution":
+        """Return one whose parameters are not filled."""
+        module = cls(channels, channels, width, groups=channels, bias=bias, dtype=config.params_dtype)
+        module.kernel = find_kernel("causal_conv1d_fn", config)
+        return module
 
     @classmethod
     def from_conv1d(cls, convolution: torch.nn.Conv1d, kernel: Kernel | None) -> "CausalConvolution":

@@ -10,6 +10,7 @@ between chunks only.
 """
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -28,12 +29,10 @@ from mca_models.megatron.features.recurrent_layers import (
     mixer_in_layers,
     mixer_projections,
     separate_layer_states,
-    split_sharded_state,
 )
-from mca_models.megatron.layers.sharded import cut_parameter, sharded_state
-from mca_models.megatron.types import MarkedParameter, MegatronConfig, ShardedState
+from mca_models.megatron.layers.sharded import ShardedModule, cut_parameter
+from mca_models.megatron.types import MarkedParameter, MegatronConfig
 
-_CUT = ("A_log", "D", "conv1d.weight", "conv1d.bias")
 _NORMS = ("dt_layernorm", "b_layernorm", "c_layernorm")
 _PARTS = ("scanned", "gate")
 """Parts of the input projection (x, z); no other layer has both names in ``torch_dist`` directories."""
@@ -145,8 +144,10 @@ def _scanned(decay: Tensor, added: Tensor) -> Tensor:
     return added
 
 
-class SummedLinear(torch.nn.Module):
+class SummedLinear(ShardedModule):
     """``x W^T`` whose columns tensor ranks share: the output is summed, and full on each rank."""
+
+    axes: ClassVar = {"weight": 1}
 
     def __init__(self, columns: int, rows: int, config: MegatronConfig, group: ProcessGroup) -> None:
         super().__init__()
@@ -154,8 +155,6 @@ class SummedLinear(torch.nn.Module):
         weight: MarkedParameter = cut_parameter((rows, columns), config.params_dtype)
         weight.partition_dim = 1
         self.weight = weight
-        if config.perform_initialization:
-            config.init_method(self.weight)
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         """Map this rank's channels ``[..., columns]`` to ``[..., rows]``; the bias is None."""
@@ -164,14 +163,8 @@ class SummedLinear(torch.nn.Module):
         summed: Tensor = reduce_from_tensor_model_parallel_region(linear(x, self.weight), group=self.group)
         return summed, None
 
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: Typed = None
-    ) -> ShardedState:
-        """Return the state for Megatron's distributed checkpoint."""
-        return sharded_state(self, prefix, sharded_offsets, {"weight": 1})
 
-
-class ReplicatedNorm(torch.nn.Module):
+class ReplicatedNorm(ShardedModule):
     """RMSNorm of channels that each tensor rank has in full, as it has the gradient of the weight, if there is one."""
 
     def __init__(self, channels: int, model: McaModelConfig, config: MegatronConfig) -> None:
@@ -189,37 +182,26 @@ class ReplicatedNorm(torch.nn.Module):
         normal = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
         return normal if self.weight is None else self.weight * normal
 
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: Typed = None
-    ) -> ShardedState:
-        """Return the state for Megatron's distributed checkpoint, replicated over tensor ranks."""
-        return sharded_state(self, prefix, sharded_offsets, {})
 
-
-class StepProjection(torch.nn.Module):
+class StepProjection(ShardedModule):
     """Projection to the time steps of this rank's channels, and their bias."""
+
+    axes: ClassVar = {"weight": 0, "bias": 0}
 
     def __init__(self, rank: int, channels: int, config: MegatronConfig) -> None:
         super().__init__()
         self.weight = cut_parameter((channels, rank), config.params_dtype)
         self.bias = cut_parameter((channels,), config.params_dtype)
-        if config.perform_initialization:
-            config.init_method(self.weight)
-            torch.nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Map ``[..., rank]`` to ``[..., channels]`` without the bias; return the bias in fp32 too."""
         return linear(x, self.weight), self.bias.float()
 
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: Typed = None
-    ) -> ShardedState:
-        """Return the state for Megatron's distributed checkpoint."""
-        return sharded_state(self, prefix, sharded_offsets, {"weight": 0, "bias": 0})
-
 
 class SelectiveScan(SequenceMixer):
     """Mamba 1 layer with one tensor rank's channels; `_module` mixes in ``MegatronModule``."""
+
+    cut = ("A_log", "D", "conv1d.weight", "conv1d.bias")
 
     def __init__(
         self, config: MegatronConfig, model: McaModelConfig, column: Typed, row: Typed, **options: Typed
@@ -235,15 +217,9 @@ class SelectiveScan(SequenceMixer):
             rows=len(_PARTS) * sizes.scan_channels,
             inside=sizes.scan_channels,
         )
-        convolution = torch.nn.Conv1d(
-            self.channels,
-            self.channels,
-            sizes.scan_conv_kernel_dim,
-            groups=self.channels,
-            bias=sizes.scan_conv_bias,
-            dtype=config.params_dtype,
+        self.conv1d = CausalConvolution.build(
+            self.channels, sizes.scan_conv_kernel_dim, config, bias=sizes.scan_conv_bias
         )
-        self.conv1d = CausalConvolution.from_conv1d(convolution, find_kernel("causal_conv1d_fn", config))
         self.scan = find_kernel("selective_scan_fn", config)
         self.widths = [sizes.scan_step_rank, sizes.scan_state_dim, sizes.scan_state_dim]
         self.x_proj = SummedLinear(self.channels, sum(self.widths), config, self.groups.tp)
@@ -253,6 +229,7 @@ class SelectiveScan(SequenceMixer):
         self.dt_proj = StepProjection(sizes.scan_step_rank, self.channels, config)
         self.A_log = cut_parameter((self.channels, sizes.scan_state_dim), config.params_dtype)
         self.D = cut_parameter((self.channels,), config.params_dtype)
+        self.fused = {"in_proj.weight": ([self.channels] * len(_PARTS), _PARTS)}
 
     def _sequence(self, mixed: Tensor) -> Tensor:
         """Map projections ``[s, b, x z]`` of one sequence to gated values ``[s, b, channels]``."""
@@ -272,13 +249,6 @@ class SelectiveScan(SequenceMixer):
         out = selective_scan(x, step, bias, rate, into, read, self.D.float(), self.scan)
         gated: Tensor = (out.transpose(0, 1) * silu(gate.float())).to(mixed.dtype)
         return gated
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: Typed = None
-    ) -> ShardedState:
-        """Return the sharded state; the input projection is split into its parts, independent of the layout."""
-        fused = {"in_proj.weight": ([self.channels] * len(_PARTS), _PARTS)}
-        return split_sharded_state(self, prefix, sharded_offsets, metadata, cut=_CUT, fused=fused)
 
 
 def _start(name: str, shape: tuple[int, ...], seed: int) -> Tensor | None:

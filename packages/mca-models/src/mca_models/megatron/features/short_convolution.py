@@ -5,23 +5,20 @@
 The convolution is causal and depthwise. Tensor ranks hold channels; context parallelism gathers the projected tokens.
 """
 
-import torch
 from torch import Tensor
 
 from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Typed
 from mca_models.megatron.features.feature import Feature
-from mca_models.megatron.features.kernels import find_kernel
 from mca_models.megatron.features.recurrent_layers import (
     CausalConvolution,
     SequenceMixer,
     mixer_in_layers,
     mixer_projections,
     separate_layer_states,
-    split_sharded_state,
 )
-from mca_models.megatron.types import MegatronConfig, ShardedState
+from mca_models.megatron.types import MegatronConfig
 
 _PARTS = ("gate_in", "gate_out", "inputs")
 """Parts of the input projection (B, C, x); names differ from those of Mamba's parts in ``torch_dist`` directories."""
@@ -29,6 +26,8 @@ _PARTS = ("gate_in", "gate_out", "inputs")
 
 class ShortConvolution(SequenceMixer):
     """Gated short convolution of one tensor rank's channels; `_module` mixes in ``MegatronModule``."""
+
+    cut = ("conv1d.weight",)
 
     def __init__(
         self, config: MegatronConfig, model: McaModelConfig, column: Typed, row: Typed, **options: Typed
@@ -41,11 +40,9 @@ class ShortConvolution(SequenceMixer):
             config, column, row, self.groups.tp, rows=len(_PARTS) * hidden, inside=hidden
         )
         width = given(model.short_convolution).short_conv_kernel_dim
-        convolution = torch.nn.Conv1d(
-            self.channels, self.channels, width, groups=self.channels, bias=False, dtype=config.params_dtype
-        )
-        self.conv1d = CausalConvolution.from_conv1d(convolution, find_kernel("causal_conv1d_fn", config))
+        self.conv1d = CausalConvolution.build(self.channels, width, config)
         self.conv1d.activation = None
+        self.fused = {"in_proj.weight": ([self.channels] * len(_PARTS), _PARTS)}
 
     def _sequence(self, mixed: Tensor) -> Tensor:
         """Map projections ``[s, b, B C x]`` of one sequence to gated values ``[s, b, channels]``."""
@@ -53,15 +50,6 @@ class ShortConvolution(SequenceMixer):
         convolved = self.conv1d((before * x).permute(1, 2, 0)).permute(2, 0, 1)
         gated: Tensor = after * convolved
         return gated
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: Typed = None
-    ) -> ShardedState:
-        """Return the sharded state; the input projection is split into its parts, independent of the layout."""
-        fused = {"in_proj.weight": ([self.channels] * len(_PARTS), _PARTS)}
-        return split_sharded_state(
-            self, prefix, sharded_offsets, metadata, cut=("conv1d.weight",), fused=fused
-        )
 
 
 SHORT_CONVOLUTION = Feature(

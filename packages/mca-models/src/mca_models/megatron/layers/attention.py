@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,14 +20,13 @@ from mca_config.errors import McaError
 from mca_models.megatron.layers.alibi import add_alibi_channels, alibi_slopes
 from mca_models.megatron.layers.bidirectional_attention import bidirectional_attention
 from mca_models.megatron.layers.sdpa import causal_attention
-from mca_models.megatron.layers.sharded import cut_parameter, sharded_state
+from mca_models.megatron.layers.sharded import ShardedModule, cut_parameter
 from mca_models.megatron.layers.zigzag import rank_token_ranges, restore_token_order
 from mca_models.megatron.types import (
     AttnMaskType,
     GroupCollection,
     MegatronConfig,
     PackedSeqParams,
-    ShardedState,
 )
 
 PACKED_ENDS = "mca_ends"
@@ -58,8 +58,10 @@ class AttentionOptions:
     alibi: bool = False
 
 
-class CoreAttention(torch.nn.Module):
+class CoreAttention(ShardedModule):
     """softmax(scale * q k^T) v over the keys at or before each query, with the arguments of Megatron's spec."""
+
+    axes: ClassVar = {"softmax_offset": 0}
 
     options = AttentionOptions()
     reach: int = 0
@@ -143,12 +145,6 @@ class CoreAttention(torch.nn.Module):
         lengths = packed_lengths(packed_seq_params, rows) if packed else (rows,)
         out = self._attend(query, key, value, lengths, attention_mask if self.reach else None)
         return out.flatten(1) if packed else out.flatten(2)
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: ShardedState | None = None
-    ) -> ShardedState:
-        """Return the state for Megatron's distributed checkpoint."""
-        return sharded_state(self, prefix, sharded_offsets, {"softmax_offset": 0})
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], ends: Tensor | None

@@ -1,12 +1,30 @@
 """Sharded state of mca's modules for Megatron's distributed checkpoints, and a linear with a replicated weight."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from mca_config.types import Typed
 from mca_models.megatron.types import MarkedParameter, MegatronConfig, ShardedState
+
+
+class ShardedModule(torch.nn.Module):
+    """Base of modules with a state for Megatron's distributed checkpoints.
+
+    Attributes:
+        axes: Axis of each tensor that tensor ranks shard; others are replicated.
+    """
+
+    axes: ClassVar[Mapping[str, int]] = {}
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: Typed = None
+    ) -> ShardedState:
+        """Return the state for Megatron's distributed checkpoint."""
+        return sharded_state(self, prefix, sharded_offsets, self.axes)
 
 
 def sharded_state(
@@ -35,7 +53,7 @@ def cut_parameter(shape: tuple[int, ...], dtype: torch.dtype) -> torch.nn.Parame
     return cut
 
 
-class ReplicatedLinear(torch.nn.Module):
+class ReplicatedLinear(ShardedModule):
     """``x W^T`` with the full W on every tensor rank; a sequence-parallel input stays sharded."""
 
     def __init__(
@@ -44,14 +62,11 @@ class ReplicatedLinear(torch.nn.Module):
         output_size: int,
         *,
         config: MegatronConfig,
-        init_method: Callable[[Tensor], object],
         **_: object,
     ) -> None:
         super().__init__()
         self.config = config
         self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
-        if config.perform_initialization:
-            init_method(self.weight)
         # with sequence parallelism each tensor rank sees its own tokens: Megatron sums the gradients
         weight: MarkedParameter = self.weight
         weight.sequence_parallel = config.sequence_parallel
@@ -59,9 +74,3 @@ class ReplicatedLinear(torch.nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         """Map ``[..., in]`` to ``[..., out]``; the bias is None."""
         return linear(x, self.weight), None
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: ShardedState | None = None
-    ) -> ShardedState:
-        """Return the state for Megatron's distributed checkpoint, replicated over tensor ranks."""
-        return sharded_state(self, prefix, sharded_offsets, {})

@@ -79,7 +79,7 @@ def _params(config: McaModelConfig) -> list[Param]:
 
 def _found(config: McaModelConfig, names: Collection[str], shapes: Mapping[str, Shape]) -> Values:
     """Detect tensors that transformers leaves out of its models: MTP names, and the layer after the last."""
-    after = f"model.layers.{config.num_layers}."
+    after = tuple(f"model.{text}layers.{config.num_layers}." for text in ("", "language_model."))
     carried = {
         name: list(shapes[name])
         for name in names

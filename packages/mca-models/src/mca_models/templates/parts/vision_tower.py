@@ -33,6 +33,7 @@ ImageTokenKind = Literal[
     "whole_lines",
     "fixed",
     "plain",
+    "enclosed",
     "pooled",
     "tile_breaks",
     "named_tiles",
@@ -45,11 +46,11 @@ ImageTokenKind = Literal[
 """Division of an image into tokens: a grid of merged patches, the same of an image that is padded at its ends; tiles of
 equally many tokens, the same in rows with marks between them (``tile_rows``), each before a mark (``tile_breaks``), or
 behind its number (``named_tiles``); lines with a mark after each, or without marks (``whole_lines``); a fixed number of
-tokens, with Gemma 3's marks around them (``fixed``) or alone (``plain``); a grid of pooled patches between Gemma 4's
-marks (``pooled``); tiles whose features are joined without their padding (``joined_tiles``); tiles behind their row and
-column (``row_column_tiles``); the same before the whole image in its own proportions (``thumbnail_tiles``);
-or the whole image before its tiles, with marks between them that have features too (``word_marks``). Chat templates
-write a word for an image of these and of ``word_tiles``, which are ``tiles``."""
+tokens, with Gemma 3's marks around them (``fixed``), with InternVL's (``enclosed``), or alone (``plain``); a grid of
+pooled patches between Gemma 4's marks (``pooled``); tiles whose features are joined without their padding
+(``joined_tiles``); tiles behind their row and column (``row_column_tiles``); the same before the whole image in its own
+proportions (``thumbnail_tiles``); or the whole image before its tiles, with marks between them that have features too
+(``word_marks``). Chat templates write a word for an image of these and of ``word_tiles``, which are ``tiles``."""
 
 VideoTokenKind = Literal[
     "together", "timestamps", "second_after", "seconds_after", "minutes", "numbered", "pooled"
