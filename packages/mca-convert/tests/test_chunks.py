@@ -1,7 +1,12 @@
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mca_convert.fills import Chunking, Fill, split
+from mca_convert.engine import first_scale
+from mca_convert.fills import Chunk, Chunking, Fill, split
 from mca_convert.pool import Limits
 from mca_models.storage.byte_ranges import Gather, Move, clip
 from mca_models.weights import Param
@@ -93,3 +98,19 @@ def test_buffers_share_the_memory_and_are_whole_pages() -> None:
     assert Limits(workers=2, memory=6_000_000).buffer_bytes == 1_000_000 // 4096 * 4096
     assert Limits(workers=2, memory=1).buffer_bytes == 64 << 10
     assert Limits(workers=2, memory=1 << 40).buffer_bytes == 8 << 20
+
+
+@pytest.mark.parametrize(
+    ("expert", "band", "first"), [(0, 0, 0), (0, 1, 2), (0, 2, 4), (1, 0, 6), (2, 1, 14), (3, 2, 22)]
+)
+def test_a_chunk_knows_the_first_of_its_scales(expert: int, band: int, first: int) -> None:
+    """Experts of 300 x 200: three rows of two blocks of 128."""
+    gather: Any = SimpleNamespace(shape=(300, 200), size=60000)
+    fill = Fill("file", "w", expert * 60000, gather, (), "BF16", "F8_E4M3", PARAM, scales="s")
+    assert first_scale(fill, Chunk(band * 128 * 200, (band + 1) * 128 * 200, (), ())) == first
+
+
+def test_a_fill_without_elements_has_the_first_scale() -> None:
+    gather: Any = SimpleNamespace(shape=(0, 200), size=0)
+    fill = Fill("file", "w", 0, gather, (), "BF16", "F8_E4M3", PARAM, scales="s")
+    assert first_scale(fill, Chunk(0, 0, (), ())) == 0

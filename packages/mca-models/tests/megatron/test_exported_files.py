@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save
 
+from mca_config.layout import ParallelLayout
 from mca_models.megatron.peft.models import PeftModels
-from mca_models.megatron.state import export
+from mca_models.megatron.state import export, torch_dist
 from mca_models.megatron.state.buckets import Unit
 from mca_models.megatron.state.export import packed_buckets
 from mca_models.megatron.state.save import _open_files
@@ -85,3 +86,27 @@ def test_a_manifest_has_the_safetensors_code_of_each_dtype(dtype: torch.dtype) -
     assert (record.name, record.shape) == ("x", (4,))
     header = json.loads(save({"x": torch.zeros(4).to(dtype)})[8:].split(b"}}")[0] + b"}}")
     assert record.dtype == header["x"]["dtype"]
+
+
+def test_megatron_reads_a_model_without_optimizer_and_random_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what Megatron-LM compares with its own arguments; the layout's sizes are among them."""
+    monkeypatch.setattr(torch_dist.features, "positions", lambda config: "rope")
+    config = SimpleNamespace(
+        num_layers=2,
+        hidden_size=8,
+        attention=SimpleNamespace(num_attention_heads=4),
+        mlp=SimpleNamespace(ffn_hidden_size=16),
+        padded_vocab_size=128,
+        max_position_embeddings=64,
+    )
+    layout = ParallelLayout(tensor_model_parallel_size=2, pipeline_model_parallel_size=3)
+    models: Any = SimpleNamespace(config=config, rank_context=SimpleNamespace(layout=layout))
+    written = vars(torch_dist._arguments(models))
+    sizes = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 4, "ffn_hidden_size": 16}
+    sizes |= {"padded_vocab_size": 128, "max_position_embeddings": 64}
+    sizes |= {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 3, "context_parallel_size": 1}
+    assert {name: written[name] for name in sizes} == sizes
+    switches = ("add_position_embedding", "no_save_optim", "no_save_rng")
+    assert [written[name] for name in switches] == [True] * 3
+    assert (written["ckpt_format"], written["position_embedding_type"]) == ("torch_dist", "rope")
+    assert "virtual_pipeline_model_parallel_size" not in written, "numbers and names only"

@@ -14,6 +14,7 @@ from transformers import Gemma3Config
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
 from mca_models.media import ImageSpan
+from mca_models.megatron.features import media
 from mca_models.megatron.features.media import image_problems, image_reach
 from mca_models.megatron.features.media_features import assign_images, compute_image_features
 from mca_models.megatron.features.mrope import mrope_axes
@@ -173,3 +174,24 @@ def test_a_version_of_transformers_without_the_class_is_an_error(monkeypatch: py
     config = config_from_hf(tiny_vision.described("qwen2_audio"))
     with pytest.raises(McaError, match="has no model of its features alone; install a newer version"):
         vision_model(config, torch.float32)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_each_stage_of_a_loop_that_sends_no_features_for_mtp_layers_raises(
+    first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(media, "image_problems", lambda *_, **__: [])
+    monkeypatch.setattr(media, "image_reach", lambda _: 0)
+    model: Any = SimpleNamespace(
+        pre_process=first,
+        training=True,
+        vision_model=None,
+        config=SimpleNamespace(mtp_num_layers=1, sequence_parallel=False),
+    )
+    config: Any = SimpleNamespace(layout=SimpleNamespace(pp=2))
+    inputs = media._ImageInputs(model, config)
+    images = {"images": {}} if first else {}
+    with pytest.raises(McaError, match="does not send features to the last stage"):
+        inputs.before_chunk(model, (), {"feature_rows": torch.zeros(1, 2), **images})
+    if not first:
+        assert inputs.before_chunk(model, (), {}) == ((), {})

@@ -12,7 +12,7 @@ from mca_train.batching.collate import (
     StepCollator,
     _require_right_padding,
 )
-from mca_train.batching.packing import build_row
+from mca_train.batching.packing import pack_row
 from mca_train.data.token_dataset import TokenDataset
 
 SAMPLES = [([1, 2, 3], [False, True, True]), ([4, 5, 6, 7, 8], [True] * 5), ([9, 9], [True, True])]
@@ -221,9 +221,9 @@ def test_padding_is_known_of_samples_in_every_type_of_integers(kind):
     counted = [(sample, True) for sample in samples]
     for collate in (wider, PadCollator(0)):
         assert StepCollator(collate=collate, micro_batch_size=2)(counted).num_tokens == 5
-    row = build_row(counted, 2, 0, -100)
-    assert [ids.tolist() for ids in row.input_ids] == [[5, 6, 7, 0], [5, 0]]
-    assert [labels.tolist() for labels in row.labels] == [[5, 6, 7, -100], [5, 0]]
+    row = pack_row(counted, 2, 0)
+    assert [sequence.input_ids.tolist() for sequence in row] == [[5, 6, 7, 0], [5, 0]]
+    assert [sequence.labels.tolist() for sequence in row] == [[5, 6, 7, -100], [5, 0]]
 
 
 @pytest.mark.parametrize(
@@ -320,10 +320,13 @@ IDS = {"input_ids": [1, 2, 3]}
 @pytest.mark.parametrize(
     ("sample", "message"),
     [
-        (IDS | {"labels": [-1, 2, 3]}, "has label -1; expected 0 to 9, .* or -100"),
-        (IDS | {"labels": [1, 2, 10]}, "has label 10; expected 0 to 9"),
-        ({"input_ids": [1, 10, 3], "labels": [-100] * 3}, "has token 10; expected 0 to 9"),
-        ({"input_ids": [1, -100, 3]}, "has token -100; expected 0 to 9"),
+        (IDS | {"labels": [-1, 2, 3]}, "has label -1 at position 0; expected 0 to 9, .* or -100"),
+        (IDS | {"labels": [1, 2, 10]}, "tokens .1, 2, 3. has label 10 at position 2; expected 0 to 9"),
+        (
+            {"input_ids": [1, 10, 3], "labels": [-100] * 3},
+            "has token 10 at position 1; expected 0 to 9",
+        ),
+        ({"input_ids": [1, -100, 3]}, "has token -100 at position 1; expected 0 to 9"),
         (IDS | {"labels": [0.7, 2, 3]}, "labels of type torch.float32; expected integers"),
         (IDS | {"labels": [True, False, True]}, "labels of type torch.bool; expected integers"),
         (IDS | {"labels": [1, 2]}, "3 tokens and 2 labels"),
@@ -355,8 +358,11 @@ def test_padding_may_be_a_token_that_the_model_does_not_have(packed):
         ({"labels": torch.tensor([[2], [2]])}, r"labels of shape \[2, 1\] for input_ids of \[2, 2\]"),
         ({"labels": torch.ones(2, 2)}, "made labels of type torch.float32"),
         ({"input_ids": torch.ones(2, 2)}, "made input_ids of type torch.float32"),
-        ({"labels": torch.tensor([[1, 2], [3, 10]])}, "label 10; expected 0 to 9"),
-        ({"input_ids": torch.tensor([[1, 2], [3, 10]])}, "token 10; expected 0 to 9"),
+        (
+            {"labels": torch.tensor([[1, 2], [3, 10]])},
+            r"\[3, 4\] has label 10 at position 1; expected 0 to 9",
+        ),
+        ({"input_ids": torch.tensor([[1, 2], [3, 10]])}, "has token 10 at position 1; expected 0 to 9"),
     ],
 )
 def test_rows_of_a_collator_are_checked_like_samples(changes, message):

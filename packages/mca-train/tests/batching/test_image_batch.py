@@ -8,8 +8,14 @@ import pytest
 import torch
 
 from mca_models.media import ImageSpan
-from mca_train.batching.media_batch import ImageBatching
+from mca_models.megatron.features.sequence_media import MediaJoiner
+from mca_train.batching.collate import add_media
 from mca_train.data.sample_images import SampleImages
+
+
+def whole(tensor: torch.Tensor, axis: int) -> torch.Tensor:
+    """Return the full tensor, as on one context-parallel rank."""
+    return tensor
 
 
 @dataclass(frozen=True)
@@ -28,8 +34,12 @@ class Batch:
 def test_sequences_are_rows_of_a_batch_and_follow_each_other_in_a_pack(packed: bool) -> None:
     images = SampleImages(places=(ImageSpan(1, 1, 2),), tensors=dict)
     batch: Any = Batch(torch.tensor([0, 4, 8]) if packed else None)
-    joined = ImageBatching(decodes=False, bidirectional=True).add_images(
-        batch, [({"images": images}, True), ({}, True)], [4, 4], lambda tensor, axis: tensor
+    joined = add_media(
+        batch,
+        MediaJoiner(decodes=False, bidirectional=True),
+        [({"images": images}, True), ({}, True)],
+        [4, 4],
+        whole,
     )
     rows = [[1, 3, 3, 4], [1, 2, 3, 4]]
     assert joined.attention_ends is not None
@@ -40,8 +50,12 @@ def test_sequences_are_rows_of_a_batch_and_follow_each_other_in_a_pack(packed: b
 def test_stages_with_mtp_layers_get_the_rows_of_features_without_pixels() -> None:
     images = SampleImages(places=(ImageSpan(1, 1, 2),), tensors=dict)
     batch: Any = Batch(None)
-    joined = ImageBatching(decodes=False, predicts=True).add_images(
-        batch, [({}, True), ({"images": images}, True)], [3, 3], lambda tensor, axis: tensor
+    joined = add_media(
+        batch,
+        MediaJoiner(decodes=False, predicts=True),
+        [({}, True), ({"images": images}, True)],
+        [3, 3],
+        whole,
     )
     assert joined.images is None and joined.feature_rows is not None
     assert joined.feature_rows.tolist() == [[-1, -1, -1], [-1, 0, 1]]
@@ -50,14 +64,15 @@ def test_stages_with_mtp_layers_get_the_rows_of_features_without_pixels() -> Non
 def test_pixels_of_images_are_padded_at_the_bottom_and_at_the_right() -> None:
     low_and_wide, high = torch.ones(1, 1, 2, 3), torch.ones(2, 1, 4, 1)
     batch: Any = Batch(None)
-    joined = ImageBatching(decodes=True).add_images(
+    joined = add_media(
         batch,
+        MediaJoiner(decodes=True),
         [
             ({"images": SampleImages(places=(), tensors=lambda pixels=pixels: {"pixels": pixels})}, True)
             for pixels in (low_and_wide, high)
         ],
         [4, 4],
-        lambda tensor, axis: tensor,
+        whole,
     )
     assert joined.images is not None
     pixels = joined.images["pixels"]

@@ -86,6 +86,23 @@ def test_packs_of_a_list_that_has_grown_are_made_again(tmp_path: Path) -> None:
     assert sum(step.num_samples for step in made.evaluation(samples)[0]) == 4
 
 
+def test_packs_of_a_list_whose_samples_have_other_lengths_are_made_again(tmp_path: Path) -> None:
+    samples = [{"input_ids": torch.arange(3)} for _ in range(4)]
+    made = loaders(tmp_path, ParallelLayout())
+    made.args.sequence_packing = True
+    made = replace(made, pack_length=6)
+
+    def num_packs() -> int:
+        return len(made._pack(samples, "train_dataset", 1))
+
+    assert num_packs() == 2
+    samples[0] = {"input_ids": torch.arange(3) + 7}
+    before = made._pack(samples, "train_dataset", 1)
+    assert made._pack(samples, "train_dataset", 1) is before  # reads the new sample itself
+    samples[:] = [{"input_ids": torch.arange(1)} for _ in samples]
+    assert num_packs() == 1
+
+
 def test_workers_draw_other_numbers_on_each_replica_and_after_a_resume(tmp_path: Path) -> None:
     made = loaders(tmp_path, ParallelLayout())
     loader, _ = made.train([{"input_ids": torch.arange(3)}])

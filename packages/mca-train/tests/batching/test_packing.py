@@ -6,8 +6,9 @@ from mca_config.errors import McaError
 from mca_train.batching.collate import CountedSamples, PadCollator, StepCollator
 from mca_train.batching.packing import (
     PackedDataset,
-    Row,
+    PackedSequence,
     first_fit,
+    pad_row,
     require_plain_sample,
     sequence_lengths,
 )
@@ -152,16 +153,19 @@ def test_padding_shuts_no_pair_out_of_a_streams_packs():
         packs((5, 6))
 
 
-@pytest.mark.parametrize("values", [[], [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])]])
+@pytest.mark.parametrize("values", [[None, None], [torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])]])
 def test_padding_of_a_row_is_one_more_sequence_that_does_not_count(values):
-    ids = [torch.tensor([1, 2]), torch.tensor([3, 4])]
-    row = Row(input_ids=ids, labels=ids, num_tokens=[2, 1], values=values)
-    assert row.pad_to(4, 9, -100) is row
-    padded = row.pad_to(7, 9, -100)
-    assert [each.tolist() for each in padded.input_ids] == [[1, 2], [3, 4], [9, 9, 9]]
-    assert [each.tolist() for each in padded.labels] == [[1, 2], [3, 4], [-100, -100, -100]]
-    assert padded.num_tokens == [2, 1, 0]
-    assert [each.tolist() for each in padded.values] == ([[1, 2], [3, 4], [0, 0]] if values else [])
+    row = [
+        PackedSequence(input_ids=ids, labels=ids, num_tokens=count, values=numbers)
+        for ids, count, numbers in zip(torch.tensor([[1, 2], [3, 4]]), (2, 1), values, strict=True)
+    ]
+    assert pad_row(row, 4, 9) is row
+    padded = pad_row(row, 7, 9)
+    assert [each.input_ids.tolist() for each in padded] == [[1, 2], [3, 4], [9, 9, 9]]
+    assert [each.labels.tolist() for each in padded] == [[1, 2], [3, 4], [-100, -100, -100]]
+    assert [each.num_tokens for each in padded] == [2, 1, 0]
+    expected = [None] * 3 if values[0] is None else [[1, 2], [3, 4], [0, 0]]
+    assert [None if each.values is None else each.values.tolist() for each in padded] == expected
 
 
 def test_a_sample_may_be_padded_at_its_end_alone():

@@ -28,8 +28,8 @@ from transformers.models.llava_onevision.processing_llava_onevision import Llava
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 
 from mca_config.errors import McaError, UsageError
+from mca_models.megatron.features.sequence_media import MediaJoiner
 from mca_train.batching.collate import CountedSamples, PadCollator, StepCollator
-from mca_train.batching.media_batch import ImageBatching
 from mca_train.config.arguments import DataArguments
 from mca_train.data import image_processors
 from mca_train.data.grids import Grid
@@ -111,7 +111,7 @@ def test_tokens_and_pixels_are_those_of_the_familys_own_processor(made):
 def test_a_batch_joins_images_of_several_rows(made):
     kind, _, folder = made
     samples = load(kind, folder, row("<image>?", "wide"), row("none?"), row("<image>?", "tall"))
-    images = ImageBatching(bidirectional="gemma" in kind.config.model_type)
+    images = MediaJoiner(bidirectional="gemma" in kind.config.model_type)
     collator = StepCollator(collate=PadCollator(0), micro_batch_size=3, images=images)
     (batch,) = collator(CountedSamples(samples).__getitems__([0, 1, 2])).micro_batches
     rows = batch.feature_rows

@@ -15,8 +15,8 @@ from image_samples import ANSWER, asked, load, placed, reader, text
 from PIL import Image
 
 from mca_config.errors import McaError
+from mca_models.megatron.features.sequence_media import MediaJoiner
 from mca_train.batching.collate import CountedSamples, PadCollator, StepCollator
-from mca_train.batching.media_batch import ImageBatching
 from mca_train.batching.packing import PackedDataset
 from mca_train.config.arguments import DataArguments
 from mca_train.data.grids import Grid
@@ -331,7 +331,7 @@ def mixed(tokenizer, folder):
 
 
 def test_a_micro_batch_has_rows_of_features_positions_and_pixels(mixed, tokenizer):
-    sections = ImageBatching(sections=True)
+    sections = MediaJoiner(sections=True)
     made = batch(mixed, [0, 1, 2], images=sections)
     rows = made.feature_rows
     assert torch.equal(rows >= 0, made.input_ids == image_token(tokenizer))
@@ -354,7 +354,7 @@ def test_a_micro_batch_has_rows_of_features_positions_and_pixels(mixed, tokenize
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_context_ranks_have_their_parts_of_rows_and_the_whole_packs_positions(packed, mixed, tokenizer):
-    options = {"multiple": 4, "images": ImageBatching(sections=True), "packed": packed}
+    options = {"multiple": 4, "images": MediaJoiner(sections=True), "packed": packed}
     data = PackedDataset(mixed, 200, multiple=4) if packed else mixed
     picked = [0] if packed else [0, 1, 2]
     parts = [

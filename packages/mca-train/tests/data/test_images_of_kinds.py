@@ -9,9 +9,9 @@ from drawn_images import MARKS, image_token, image_tokenizer
 from image_samples import ANSWER, asked, load, placed, streamed, text
 
 from mca_config.errors import McaError
+from mca_models.megatron.features.sequence_media import MediaJoiner
 from mca_train.batching.collate import PadCollator, StepCollator
 from mca_train.batching.kto_kl_pairs import KtoKlPairs
-from mca_train.batching.media_batch import ImageBatching
 from mca_train.config.arguments import ClassifyArguments
 from mca_train.run.inputs import load_tokenizer
 
@@ -164,7 +164,7 @@ def test_both_answers_of_a_pair_see_the_prompts_images(form, stream, tokenizer, 
         assert torch.equal(seen["pixel_values"], alike["images"].tensors()["pixel_values"])
         assert f"{side}_images" not in found[1]
     assert torch.equal(found[0]["chosen_input_ids"], alike["input_ids"])
-    batch = StepCollator(collate=PadCollator(0), micro_batch_size=2, images=ImageBatching(sections=True))
+    batch = StepCollator(collate=PadCollator(0), micro_batch_size=2, images=MediaJoiner(sections=True))
     (micro,) = batch([(found[0], True), (found[1], True)]).micro_batches
     assert micro.images["image_grid_thw"].tolist() == [[1, 4, 4], [1, 4, 6]] * 2
     rows = micro.feature_rows

@@ -1,6 +1,6 @@
 """Collators that pad, shift and slice samples into the tensors of a training step."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain
 
@@ -12,22 +12,25 @@ from mca_config.checks import require_learned_positions
 from mca_config.errors import McaError
 from mca_config.printable import counted
 from mca_config.types import JsonObject
+from mca_models.megatron.features.sequence_media import MediaJoiner
 from mca_models.megatron.layers.zigzag import take_rank_tokens
-from mca_train.batching.media_batch import ImageBatching
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.batching.packing import (
-    Row,
-    build_row,
+    PackedSequence,
     collect_values,
     count_samples,
     count_tokens,
     kl_sequence,
+    pack_row,
+    pad_row,
     require_integers,
     require_vocabulary,
+    row_length,
     sample_tokens,
     split_sequences,
 )
 from mca_train.batching.routed_experts import (
+    Cut,
     ExpertBatching,
     Sequences,
     experts_checksum,
@@ -115,7 +118,7 @@ class StepCollator:
         context_parallel_rank: Rank in the context-parallel group.
         length: Minimum padded length; None: the longest sequence of the step.
         packed: Pack the sequences of a micro-batch into one row, with attention within each sequence only.
-        images: Image options of this rank.
+        images: Joiner of images, videos and audio.
         experts: Check of the experts of samples.
         positions: Number of learned position embeddings; None: the model has none.
         vocab_size: Vocabulary size of the model without padding, to check tokens and labels; None: not checked.
@@ -131,7 +134,7 @@ class StepCollator:
     length: int | None = None
     pad_token_id: int = 0
     packed: bool = False
-    images: ImageBatching = field(default_factory=ImageBatching)
+    images: MediaJoiner = field(default_factory=MediaJoiner)
     experts: ExpertBatching = field(default_factory=ExpertBatching)
     positions: int | None = None
     vocab_size: int | None = None
@@ -179,7 +182,7 @@ class StepCollator:
         else:
             lengths = batch.cu_seqlens.diff().tolist()
         batch = self.experts.add_experts(_with_sources(batch, group), group, lengths, self._slice)
-        return self.images.add_images(batch, group, lengths, self._slice)
+        return add_media(batch, self.images, group, lengths, self._slice)
 
     def _padded_length(self, lengths: Sequence[int]) -> int:
         """Return the padded length of all rows of a step."""
@@ -210,50 +213,44 @@ class StepCollator:
         """Return the micro-batches, the number of counted tokens per sequence, and the checksum over all tokens."""
         size = self.context_parallel_size
         multiple = 2 * size if size > 1 else 1
-        rows = [build_row(group, multiple, self.pad_token_id, IGNORED) for group in groups]
+        rows = [pack_row(group, multiple, self.pad_token_id) for group in groups]
         if self.vocab_size is not None:
-            for row in rows:
-                own = zip(row.input_ids, row.num_tokens, strict=True)
-                ids = torch.cat([tokens[:length] for tokens, length in own])
-                require_vocabulary(ids, torch.cat(row.labels), self.vocab_size)
-        length = self._padded_length([row.length for row in rows])
-        padded = [row.pad_to(length, self.pad_token_id, IGNORED) for row in rows]
-        num_tokens = [tokens for row in rows for tokens in row.num_tokens]
-        digest = checksum(tokens for row in padded for tokens in (*row.input_ids, *row.labels))
-        return tuple(self._packed_micro_batch(row) for row in padded), num_tokens, digest
+            for sequence in chain(*rows):
+                own = sequence.input_ids[: sequence.num_tokens]
+                require_vocabulary(own, sequence.labels, self.vocab_size)
+        length = self._padded_length([row_length(row) for row in rows])
+        rows = [pad_row(row, length, self.pad_token_id) for row in rows]
+        num_tokens = [sequence.num_tokens for row in rows for sequence in row]
+        digest = checksum(
+            tokens
+            for row in rows
+            for tokens in (*(each.input_ids for each in row), *(each.labels for each in row))
+        )
+        return tuple(self._packed_micro_batch(row) for row in rows), num_tokens, digest
 
-    def _packed_micro_batch(self, row: Row) -> MicroBatch:
+    def _packed_micro_batch(self, row: list[PackedSequence]) -> MicroBatch:
         """Return a row of packed sequences as ``[1, s / cp]`` tensors; each sequence is split over context ranks."""
-        lengths = [len(ids) for ids in row.input_ids]
-        labels = [self._next_labels(labels[None]) for labels in row.labels]
+        lengths = [len(sequence.input_ids) for sequence in row]
 
-        def join(sequences: Sequence[Tensor]) -> Tensor:
-            return torch.cat([self._slice(sequence) for sequence in sequences], 1)
+        def join(tensors: Iterable[Tensor]) -> Tensor:
+            return torch.cat([self._slice(tensor[None]) for tensor in tensors], 1)
 
-        next_labels = join(labels)
+        next_labels = join(self._next_labels(sequence.labels[None])[0] for sequence in row)
         mask = next_labels != IGNORED
+        values = [sequence.values for sequence in row if sequence.values is not None]
+        sized = [*zip(row, lengths, strict=True)]
         return MicroBatch(
-            input_ids=join([ids[None] for ids in row.input_ids]),
-            position_ids=join(
-                [
-                    self._position_ids(n)[None] * (own > 0)
-                    for n, own in zip(lengths, row.num_tokens, strict=True)
-                ]
-            ),
+            input_ids=join(sequence.input_ids for sequence in row),
+            position_ids=join(self._position_ids(length) * (each.num_tokens > 0) for each, length in sized),
             labels=next_labels.masked_fill(~mask, 0),
             loss_mask=mask.float(),
-            segments=join([torch.full((1, length), number) for number, length in enumerate(lengths)]),
-            num_segments=len(lengths),
-            tokens_remaining=join(
-                [
-                    own - 1 - torch.arange(length)[None]
-                    for own, length in zip(row.num_tokens, lengths, strict=True)
-                ]
-            ),
+            segments=join(torch.full((length,), number) for number, length in enumerate(lengths)),
+            num_segments=len(row),
+            tokens_remaining=join(each.num_tokens - 1 - torch.arange(length) for each, length in sized),
             cu_seqlens=torch.tensor([0, *accumulate(lengths)], dtype=torch.int32),
-            longest=max(row.num_tokens),
+            longest=max(sequence.num_tokens for sequence in row),
             max_seqlen=max(lengths),
-            values=torch.stack(row.values) if row.values else None,
+            values=torch.stack(values) if values else None,
         )
 
     def _collate(self, group: Sequences) -> dict[str, Tensor]:
@@ -402,6 +399,38 @@ def _with_sources(batch: MicroBatch, sequences: Sequences) -> MicroBatch:
     if not all("source" in sequence for sequence, _ in sequences):
         return batch
     return replace(batch, sources=torch.stack([sequence["source"] for sequence, _ in sequences]))
+
+
+def add_media(
+    batch: MicroBatch, joiner: MediaJoiner, sequences: Sequences, lengths: Sequence[int], cut: Cut
+) -> MicroBatch:
+    """Return ``batch`` with the images and the audio of ``sequences``, each padded to one of ``lengths``.
+
+    Sequences that do not count keep their media, but their placeholders are not counted.
+    """
+    found = [sequence["images"] if "images" in sequence else None for sequence, _ in sequences]
+    if not any(found):
+        return batch
+    counted_places = [
+        place
+        for media, (_, counts) in zip(found, sequences, strict=True)
+        for place in (media.places if media and counts else ())
+    ]
+    image_tokens, audio_tokens = (
+        sum(place.tokens for place in counted_places if place.medium == medium)
+        for medium in ("image", "audio")
+    )
+    made = joiner.join(found, lengths, cut, packed=batch.cu_seqlens is not None)
+    return replace(
+        batch,
+        image_tokens=image_tokens,
+        audio_tokens=audio_tokens,
+        sections=made.sections,
+        attention_ends=made.attention_ends,
+        feature_rows=made.feature_rows,
+        images=made.images,
+        has_media=True,
+    )
 
 
 def _split_samples(samples: Sequence[tuple[Sample, bool]]) -> Sequences:

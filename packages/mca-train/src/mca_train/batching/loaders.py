@@ -11,8 +11,8 @@ from torch.utils.data import DataLoader
 from mca_config.checks import fp8_token_multiple, length_multiple, sequence_multiple
 from mca_config.errors import McaError, UsageError
 from mca_config.printable import counted
+from mca_models.megatron.features.sequence_media import MediaJoiner
 from mca_train.batching.collate import Collator, CollatorFormat, CountedSamples, PadCollator, StepCollator
-from mca_train.batching.media_batch import ImageBatching
 from mca_train.batching.micro_batch import StepBatch
 from mca_train.batching.packing import PackedDataset, longest_sample
 from mca_train.batching.position import RunPosition
@@ -45,7 +45,7 @@ class Loaders:
         collator_format: Format of its batches.
         pad_token_id: Padding token of the tokenizer.
         pack_length: Tokens per pack with ``sequence_packing``; None: the length of the longest sample.
-        images: Image options of this rank.
+        images: Joiner of images, videos and audio.
         experts: Check of the experts of samples.
         positions: Number of learned position embeddings; None: the model has none.
         vocab_size: Vocabulary size of the model without padding; None: tokens are not checked.
@@ -59,7 +59,7 @@ class Loaders:
     pad_token_id: int
     pack_length: int | None = None
     collator_format: CollatorFormat = field(default_factory=CollatorFormat)
-    images: ImageBatching = field(default_factory=ImageBatching)
+    images: MediaJoiner = field(default_factory=MediaJoiner)
     experts: ExpertBatching = field(default_factory=ExpertBatching)
     positions: int | None = None
     vocab_size: int | None = None
@@ -181,7 +181,7 @@ class Loaders:
         if isinstance(dataset, PackedDataset):
             return dataset
         known = self._packs.get(id(dataset), {}).get(seed)
-        if known is not None and known.dataset is dataset and known.fill.samples == len(dataset):
+        if known is not None and known.dataset is dataset and known.is_current():
             return known
         multiple = self._sequence_multiple()
         length = self.pack_length or longest_sample(dataset, multiple)

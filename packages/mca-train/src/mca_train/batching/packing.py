@@ -24,6 +24,9 @@ _PARTS = ("input_ids", "labels", VALUES, "images", ROUTED_EXPERTS)
 _TARGETS = ("attention_mask", "completion_mask", "assistant_masks")
 """Columns that other trainers derive labels from."""
 
+_SHOWN = 8
+"""Tokens of a sample that an error shows."""
+
 OPEN_PACKS = 256
 """Open packs that are tried for a sample, oldest first; if none has room, the fullest is closed."""
 
@@ -107,7 +110,7 @@ class PackedDataset(Dataset[list[Sample]]):
             )
         order = np.arange(len(needs)) if seed is None else np.random.default_rng(seed).permutation(len(needs))
         self.dataset, self._name = dataset, name
-        self._lengths = lengths.sum(1)
+        self._lengths = lengths
         self.packs = first_fit(needs, order, room)
         self.fill = PackingStats(
             samples=len(needs),
@@ -121,12 +124,19 @@ class PackedDataset(Dataset[list[Sample]]):
     def __len__(self) -> int:
         return len(self.packs)
 
+    def is_current(self) -> bool:
+        """Return False if the dataset has samples of other lengths now, as far as they are known without reading it."""
+        if len(self.dataset) != self.fill.samples:
+            return False
+        known = isinstance(self.dataset, list) or getattr(self.dataset, "lengths", None) is not None
+        return not known or np.array_equal(sequence_lengths(self.dataset), self._lengths)
+
     def __getitem__(self, index: int) -> list[Sample]:
         return [self._checked_sample(int(number)) for number in self.packs[index]]
 
     def _checked_sample(self, number: int) -> Sample:
         """Return a sample, unless it is longer than the pack was planned for."""
-        sample, planned = self.dataset[number], self._lengths[number]
+        sample, planned = self.dataset[number], int(self._lengths[number].sum())
         tokens = sum(len(sequence["input_ids"]) for sequence in split_sequences(sample))
         if tokens > planned:
             raise McaError(
@@ -228,49 +238,58 @@ def count_samples(sample: Sample) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """Sequences of a packed row; each list has one tensor per sequence, of equal lengths across the lists."""
+class PackedSequence:
+    """Sequence of a packed row, padded to the multiple that the row needs."""
 
-    input_ids: list[torch.Tensor]
-    labels: list[torch.Tensor]
-    """Labels that are not shifted."""
-    num_tokens: list[int]
-    """Tokens of each sequence without padding; 0 if the sequence does not count."""
-    values: list[torch.Tensor]
-    """Extra numbers of each sequence; empty if the samples have none."""
-
-    @property
-    def length(self) -> int:
-        """Total number of tokens."""
-        return sum(len(ids) for ids in self.input_ids)
-
-    def pad_to(self, length: int, pad_token_id: int, ignored: int) -> "Row":
-        """Return the row padded to ``length`` by a further sequence of padding."""
-        rest = length - self.length
-        if not rest:
-            return self
-        return Row(
-            input_ids=[*self.input_ids, torch.full((rest,), pad_token_id)],
-            labels=[*self.labels, torch.full((rest,), ignored)],
-            num_tokens=[*self.num_tokens, 0],
-            values=[*self.values, *(torch.zeros_like(value) for value in self.values[:1])],
-        )
+    input_ids: torch.Tensor
+    """``[tokens]``"""
+    labels: torch.Tensor
+    """``[tokens]``, not shifted."""
+    num_tokens: int
+    """Tokens without padding; 0 if the sequence does not count."""
+    values: torch.Tensor | None
+    """Extra numbers; None if no sequence of the row has any."""
 
 
-def build_row(
-    sequences: Sequence[tuple[Sample, bool]], multiple: int, pad_token_id: int, ignored: int
-) -> Row:
-    """Build a row of ``(sequence, counts)`` pairs, each padded to a multiple of ``multiple``."""
-    ids, labels = [], []
-    for sequence, counts in sequences:
-        tokens, targets = sample_tokens(sequence)
-        targets = targets if counts else torch.full_like(targets, ignored)
-        rest = (0, -len(tokens) % multiple)
-        ids.append(torch.nn.functional.pad(tokens, rest, value=pad_token_id))
-        labels.append(torch.nn.functional.pad(targets, rest, value=ignored))
-    own = [count_tokens(sequence) * counts for sequence, counts in sequences]
+def pack_row(
+    sequences: Sequence[tuple[Sample, bool]], multiple: int, pad_token_id: int
+) -> list[PackedSequence]:
+    """Pack ``(sequence, counts)`` pairs into a row, each padded to a multiple of ``multiple``."""
     values = collect_values([sequence for sequence, _ in sequences])
-    return Row(input_ids=ids, labels=labels, num_tokens=own, values=values)
+    row = []
+    for index, (sequence, counts) in enumerate(sequences):
+        tokens, targets = sample_tokens(sequence)
+        targets = targets if counts else torch.full_like(targets, IGNORED)
+        rest = (0, -len(tokens) % multiple)
+        row.append(
+            PackedSequence(
+                input_ids=torch.nn.functional.pad(tokens, rest, value=pad_token_id),
+                labels=torch.nn.functional.pad(targets, rest, value=IGNORED),
+                num_tokens=count_tokens(sequence) * counts,
+                values=values[index] if values else None,
+            )
+        )
+    return row
+
+
+def row_length(row: Sequence[PackedSequence]) -> int:
+    """Return the number of tokens of a packed row."""
+    return sum(len(sequence.input_ids) for sequence in row)
+
+
+def pad_row(row: list[PackedSequence], length: int, pad_token_id: int) -> list[PackedSequence]:
+    """Return ``row`` padded to ``length`` by a further sequence of padding."""
+    rest = length - row_length(row)
+    if not rest:
+        return row
+    known = row[0].values
+    padding = PackedSequence(
+        input_ids=torch.full((rest,), pad_token_id),
+        labels=torch.full((rest,), IGNORED),
+        num_tokens=0,
+        values=None if known is None else torch.zeros_like(known),
+    )
+    return [*row, padding]
 
 
 def count_tokens(sequence: Sample) -> int:
@@ -318,8 +337,8 @@ def require_vocabulary(tokens: torch.Tensor, labels: torch.Tensor, vocab_size: i
     """Raise an error if a token or a label is none of the model's.
 
     Args:
-        tokens: Tokens without padding, or with token 0 as padding.
-        labels: Labels; `IGNORED` is allowed.
+        tokens: Tokens ``[s]`` without padding, or ``[b, s]`` with token 0 as padding.
+        labels: Labels ``[s]`` or ``[b, s]``; `IGNORED` is allowed.
         vocab_size: Vocabulary size of the model without padding.
 
     Raises:
@@ -331,9 +350,12 @@ def require_vocabulary(tokens: torch.Tensor, labels: torch.Tensor, vocab_size: i
     ):
         if bool(wrong.any()):
             ignored = f", or {IGNORED} where the token is no target" if name == "label" else ""
+            *sample, position = wrong.nonzero()[0].tolist()
+            start = tokens[tuple(sample)][:_SHOWN].tolist()
             raise McaError(
-                f"a sample has {name} {int(values[wrong][0])}; expected 0 to {vocab_size - 1}, the vocabulary of the "
-                f"model{ignored}; use the tokenizer of the model"
+                f"the sample that begins with the tokens {start} has {name} {int(values[wrong][0])} at position "
+                f"{position}; expected 0 to {vocab_size - 1}, the vocabulary of the model{ignored}; use the tokenizer "
+                "of the model"
             )
 
 

@@ -29,7 +29,7 @@ from mca_train.trainer.evaluator import EvaluationStopped, Evaluator
 from mca_train.trainer.hf_shims import is_early_stopped, name_missing_metric
 from mca_train.trainer.logger import Logger
 from mca_train.trainer.model_runner import ModelRunner
-from mca_train.trainer.monitor import Watch
+from mca_train.trainer.monitor import Watch, save_and_stop
 from mca_train.trainer.saver import Saver
 from mca_train.trainer.step_loaders import StepLoaders, log_plan
 
@@ -96,15 +96,15 @@ class Loop:
             hf._evaluate(None, None, skip_scheduler=True)
         self._logger.reset()
         self._logger.restore(loop_state)
+        first_epoch = progress.position.epoch
         if checkpoint is not None:
-            steps_left = sampler.steps_after(progress.position.samples)
-            epoch_ended = progress.position.ended or not steps_left
+            epoch_ended = progress.position.ended or not sampler.steps_after(progress.position.samples)
             self._catch_up(loop_state.due, over=epoch_ended or first_step >= length.max_steps)
-            if epoch_ended:
-                progress.position = progress.position.next_epoch(steps_left)
-        for epoch in range(progress.position.epoch, length.num_epochs):
+            first_epoch += epoch_ended
+        for epoch in range(first_epoch, length.num_epochs):
             if hf.control.should_training_stop or hf.state.global_step >= length.max_steps:
                 break
+            self._enter_epoch(epoch, sampler)
             self._run_epoch(epoch, loader, sampler)
         return self._finish(first_step, start_time)
 
@@ -128,16 +128,21 @@ class Loop:
         hf.set_optimizer(engine.optimizer, rate.scheduler)
         return training
 
-    def _run_epoch(
-        self, epoch: int, loader: DataLoader[StepBatch], sampler: StepSampler | StepStream
-    ) -> None:
-        hf, progress = self._hf, self._progress
-        training = self._runner.training
+    def _enter_epoch(self, epoch: int, sampler: StepSampler | StepStream) -> None:
+        """Move the position into ``epoch``: the next one, or the one that the run resumes within."""
+        progress = self._progress
         steps_left = sampler.steps_after(progress.position.samples)
         if epoch != progress.position.epoch:
             progress.position = progress.position.next_epoch(steps_left)
-        elif hf.args.ignore_data_skip:
+        elif self._hf.args.ignore_data_skip:
             progress.position = progress.position.restart_epoch(sampler.num_steps - steps_left)
+
+    def _run_epoch(
+        self, epoch: int, loader: DataLoader[StepBatch], sampler: StepSampler | StepStream
+    ) -> None:
+        """Run the steps of ``epoch`` from the position on, with the events after each, and its end."""
+        hf, progress = self._hf, self._progress
+        training = self._runner.training
         sampler.set_epoch(epoch, progress.position.samples)
         self._data.loaders.seed_workers(loader, epoch, progress.position.samples)
         hf.fire("on_epoch_begin")
@@ -209,12 +214,9 @@ class Loop:
                     metrics = hf._evaluate(None, None)
                 best = hf._determine_best_metric(metrics=metrics, trial=None)
         except EvaluationStopped:
-            logger.warning("SIGTERM: saving after step %d, then ending", hf.state.global_step)
             del hf.state.log_history[logged:]
-            pending = self._progress.pending
-            self._progress.pending = replace(pending, evaluation=True, save=hf.control.should_save)
-            hf.control.should_save = hf.control.should_training_stop = True
-            hf.control.should_evaluate = False
+            pending = replace(self._progress.pending, evaluation=True)
+            self._progress.pending = save_and_stop(hf.control, hf.state.global_step, pending)
         else:
             if hf.args.save_strategy == "best":
                 hf.control.should_save = best

@@ -6,6 +6,7 @@ The trainer calls it after each step; its errors end the run.
 import logging
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from transformers import TrainerControl
@@ -142,15 +143,10 @@ class Watch:
 
     def stop_on_signal(self, control: TrainerControl, step: int) -> PendingEvents:
         """Save and stop on all ranks after the same step if SIGTERM came; return the pending events."""
-        due = PendingEvents(end_of_epoch=True)
+        pending = PendingEvents(evaluation=control.should_evaluate, end_of_epoch=True)
         if self.signal.agreed():
-            logger.warning("SIGTERM: saving after step %d, then ending", step)
-            due = PendingEvents(
-                evaluation=control.should_evaluate, save=control.should_save, end_of_epoch=True
-            )
-            control.should_save = control.should_training_stop = True
-            control.should_evaluate = False
-        return due
+            return save_and_stop(control, step, pending)
+        return replace(pending, evaluation=False)
 
     def state(self) -> dict[str, int]:
         """Return the counts since the last log, for a checkpoint."""
@@ -173,3 +169,12 @@ class Watch:
             logs["skipped_steps"] = self._skipped
         self._skipped = 0
         return logs
+
+
+def save_and_stop(control: TrainerControl, step: int, pending: PendingEvents) -> PendingEvents:
+    """Request a checkpoint of this step and the end of the run; return ``pending`` with a save that was due."""
+    logger.warning("SIGTERM: saving after step %d, then ending", step)
+    pending = replace(pending, save=control.should_save)
+    control.should_save = control.should_training_stop = True
+    control.should_evaluate = False
+    return pending

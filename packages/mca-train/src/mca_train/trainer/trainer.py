@@ -19,10 +19,10 @@ from transformers.trainer_utils import TrainOutput
 from mca_config.errors import McaError
 from mca_config.files import naming_read_errors
 from mca_config.training import TrainingArguments
+from mca_models.megatron.features.sequence_media import media_joiner
 from mca_train import groups
 from mca_train.batching.collate import Collator, CollatorFormat, PadCollator, pad_token
 from mca_train.batching.loaders import Loaders
-from mca_train.batching.media_batch import image_batching
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.batching.routed_experts import ExpertBatching
 from mca_train.checkpoint import directory
@@ -177,7 +177,7 @@ class McaTrainer(HfTrainer):
             pack_length=pack_length,
             collator_format=collator_format,
             experts=ExpertBatching(config=config, required=self.requires_routed_experts),
-            images=image_batching(config, decodes=self.ranks.is_first_stage),
+            images=media_joiner(config, decodes=self.ranks.is_first_stage),
             positions=config.max_position_embeddings if config.embedding.learned_positions else None,
             vocab_size=config.vocab_size,
         )

@@ -169,6 +169,8 @@ class _ImageInputs:
         if not model.pre_process:
             if sends:
                 self._receive(model, rows, packed)
+            elif rows is not None:
+                self._require_support(model, sends=False)
         elif images is None:
             self._use_no_features(model, kwargs["input_ids"] if sends else None)
         else:

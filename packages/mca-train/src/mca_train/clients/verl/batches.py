@@ -12,12 +12,12 @@ from mca_config.checks import fp8_token_multiple, length_multiple, sequence_mult
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron.distributed import parallel
+from mca_models.megatron.features.sequence_media import media_joiner
 from mca_models.megatron.forward import gathered
 from mca_models.megatron.layers.zigzag import restore_token_order
 from mca_models.megatron.log_probs.vocabulary import TokenValues
 from mca_train import groups
 from mca_train.batching.collate import PadCollator, StepCollator
-from mca_train.batching.media_batch import image_batching
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.batching.packing import ROUTED_EXPERTS
 from mca_train.batching.routed_experts import ExpertBatching
@@ -87,7 +87,7 @@ def step_collator(models: VirtualModels, ranks: Ranks, *, packed: bool, pad_toke
         pad_token_id=pad_token_id,
         packed=packed,
         experts=ExpertBatching(config=config),
-        images=image_batching(config, decodes=ranks.is_first_stage),
+        images=media_joiner(config, decodes=ranks.is_first_stage),
         positions=config.max_position_embeddings if config.embedding.learned_positions else None,
         vocab_size=config.vocab_size,
     )
