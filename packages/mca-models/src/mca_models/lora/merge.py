@@ -326,7 +326,7 @@ def merge_to_hf(
         param.mca_name(): _cast_dtype(param, source.parts(param)[0].info.dtype, cast)
         for param in source.params
     }
-    config: McaModelConfig = replace(base.config, dtype=DTYPE_NAMES[cast]) if cast else base.config  # type: ignore[arg-type]
+    config: McaModelConfig = replace(source.config, dtype=DTYPE_NAMES[cast]) if cast else source.config  # type: ignore[arg-type]
     wholes = {param.mca_name(): source.full_shape(param) for param in source.params}
     layout = HfLayout(source.params, config, dtypes, wholes, max_shard_bytes)
     with atomic_directory(destination) as folder:
