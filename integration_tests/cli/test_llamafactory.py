@@ -45,6 +45,7 @@ CASES: dict[str, dict[str, Any]] = {
     "dpo": DPO,
     "pt": {"stage": "pt", "dataset": "texts"},
     "packing": {"neat_packing": True},
+    "cut": {"cutoff_len": 12},
     "evaluation": {
         "val_size": 0.25,
         "eval_strategy": "steps",
@@ -81,7 +82,7 @@ LAYOUTS = {"moe": EXPERTS}
 PT_LENGTH = 129
 """LLaMA-Factory packs rows of ``cutoff_len + 1`` tokens for mca, which are ``cutoff_len`` targets."""
 
-HF_CHANGES = {"pt": {"cutoff_len": PT_LENGTH}}
+HF_CHANGES = {"pt": {"cutoff_len": PT_LENGTH}, "cut": {"cutoff_len": 13}}  # cutoff_len targets too
 
 TOLERANCES = dict.fromkeys((case for case, run in CASES.items() if run.get("stage") == "dpo"), 1e-4)
 """Relative; dpo starts at log 2 with log-probabilities of hundreds, whose differences are its loss. Others: 1e-5."""

@@ -107,9 +107,9 @@ def test_pictures_follow_a_dark_page_and_long_tables_a_narrow_one():
     css = (ROOT / "docs" / "assets" / "extra.css").read_text()
     assert '[data-md-color-scheme="slate"] .md-typeset img[src$=".svg"]' in css
     assert css.count("{") == css.count("}")
-    headers = re.findall(
-        r"^\| (?:key|argument) \|(.*)\|$", (ROOT / "docs" / "keys.md").read_text(), re.MULTILINE
-    )
+    keys = (ROOT / "docs" / "keys.md").read_text()
+    assert keys.startswith("# Keys\n") and "h1#keys" in css  # the style sheet finds the page by its heading
+    headers = re.findall(r"^\| (?:key|argument) \|(.*)\|$", keys, re.MULTILINE)
     assert " value | default | meaning " in headers  # the columns that the style sheet turns into paragraphs
 
 

@@ -337,10 +337,14 @@ def refused(base: Path, layout: str, changes: list[dict[str, Any]]) -> list[str]
         lambda: get_peft_model(models, lora()),
         lambda: models.logits(tokens()),
         lambda: models.log_probs(tokens()),
+        lambda: models.train_parts(["language"]),
+        lambda: models.save_pretrained(base.with_name("refused"), ckpt_format="torch_dist"),
+        lambda: peft.train_parts(["language"]),
     ):
         with pytest.raises(McaError) as reported:
             call()
         messages.append(str(reported.value))
+    assert not base.with_name("refused").exists()
     with peft.disable_adapter():
         assert torch.equal(peft.logits(tokens()), plain)
     peft.merge_and_unload()
@@ -364,8 +368,8 @@ def test_what_cannot_be_trained_is_refused_by_name(tmp_path: Path) -> None:
     for message, expected in zip(
         messages,
         ("use_dora", "init_lora_weights 'eva'", "matches no linear", "is tied to the output layer", "lm_head cannot",
-         "has an adapter already", "has an adapter already", "this model has an adapter;", "this model has an adapter;",
-         "disable_adapter is not supported with modules_to_save"),
+         "has an adapter already", "has an adapter already", *(["this model has an adapter;"] * 4),
+         "which alone is trained", "disable_adapter is not supported with modules_to_save"),
         strict=True,
     ):  # fmt: skip
         assert expected in message

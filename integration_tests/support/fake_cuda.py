@@ -245,7 +245,7 @@ def main() -> None:
 def run() -> dict[str, Any]:
     """Return the waits of each case, or its error."""
     from mca_models.megatron import platform
-    from mca_models.megatron.platform.compile_at_import import without_compile
+    from mca_models.megatron.platform.cuda import without_compile
 
     found: dict[str, Any] = {}
     with pretend(), without_compile():

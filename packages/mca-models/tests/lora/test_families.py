@@ -283,3 +283,18 @@ def test_many_names_can_be_excluded() -> None:
     exclude_unadapted(document, config, ())
     adapted = rules_for_training(config, AdapterConfig.from_dict(document)).factors
     assert adapted and not any(pair.target.module.endswith(tuple(names)) for pair in adapted)
+
+
+def test_a_merged_model_has_the_head_of_its_adapter(tmp_path: Path) -> None:
+    base = tiny_hf.save("llama", tmp_path / "base")
+    scoring = transformers.AutoModelForSequenceClassification
+    plain = scoring.from_pretrained(base, num_labels=3, pad_token_id=0)
+    settings: Any = {"task_type": "SEQ_CLS", "target_modules": ["q_proj"], "init_lora_weights": False}
+    adapted = peft.get_peft_model(plain, peft.LoraConfig(r=2, **settings)).eval()
+    adapted.save_pretrained(tmp_path / "adapter")
+    checkpoint = open_checkpoint(base)
+    merge_to_hf(checkpoint, open_adapter(tmp_path / "adapter", checkpoint.config), tmp_path / "merged")
+    merged = scoring.from_pretrained(tmp_path / "merged", pad_token_id=0)
+    assert merged.config.architectures == ["LlamaForSequenceClassification"]
+    tokens = torch.arange(1, 9)[None]
+    torch.testing.assert_close(merged(tokens).logits, adapted(tokens).logits, rtol=0, atol=1e-5)

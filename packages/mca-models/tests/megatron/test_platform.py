@@ -17,7 +17,7 @@ PROBE = """
 import importlib, json, sys, warnings
 warnings.simplefilter("ignore")
 from mca_models.megatron import platform
-from mca_models.megatron.platform.compile_at_import import without_compile
+from mca_models.megatron.platform.cuda import without_compile
 for patch in platform.BEFORE_IMPORT:
     patch.apply()
 with without_compile():

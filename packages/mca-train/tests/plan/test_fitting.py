@@ -210,6 +210,17 @@ NUMBERS = (
 MINE = f"[devices.mine]\n{NUMBERS}link_us = 9\nnetwork_us = 0\nnode = 4\n"
 
 
+@pytest.mark.parametrize(("gpus", "sizes"), [(3, {1, 3}), (6, {1, 2, 3, 6}), (8, {1, 2, 4, 8})])
+def test_a_search_tries_pipeline_sizes_that_divide_the_devices(
+    gpus: int, sizes: set[int], tmp_path: Path
+) -> None:
+    _, args, _ = planned(tmp_path)
+    config = config_from_hf(LLAMA_8B | {"num_hidden_layers": 24})
+    subject = PlanInput(config=config, seq_length=512, model=ModelCounts.for_model(config))
+    fits = fitting_layouts(subject, args, 24, gpus, load_hardware("gib:1000"))
+    assert {fit.layout.pp for fit in fits} == sizes
+
+
 def test_a_users_table_adds_a_device_or_changes_keys_of_one(tmp_path: Path) -> None:
     table = tmp_path / "mine.toml"
     table.write_text(MINE + "[devices.h100-80]\nnetwork_gb_s = 25\n[efficiency]\noverlapped = 0\n")

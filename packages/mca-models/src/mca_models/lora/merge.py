@@ -187,12 +187,17 @@ class MergedTensor(LazyTensorBase):
         """Rows ``start:stop``: those of all blocks that they touch are computed."""
         start, stop, _ = slice(start, stop).indices(self.shape[0])
         out = np.empty((max(stop - start, 0), *self.shape[1:]), numpy_dtype(self.dtype))
+        for first, last in self._blocks(start, stop):
+            low, high = max(first, start), min(last, stop)
+            rows = self._block(first, last)[low - first : high - first]
+            cast_into(rows, out[low - start : high - start], self.name)
+        return out
+
+    def _blocks(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Yield first row and end of each block that has some of rows ``start:stop``."""
         step = max(1, _BLOCK // max(1, prod(self.shape[1:])))
         for first in range(start // step * step, stop, step):
-            block = self._block(first, min(first + step, self.shape[0]))
-            low, high = max(first, start), min(first + len(block), stop)
-            cast_into(block[low - first : high - first], out[low - start : high - start], self.name)
-        return out
+            yield first, min(first + step, self.shape[0])
 
     def _block(self, start: int, stop: int) -> NumpyArray:
         """Rows ``start:stop`` in their stored dtype, or wide where they are to be cast or the adapter saved them."""
@@ -205,16 +210,17 @@ class MergedTensor(LazyTensorBase):
             if pair.target.transposed:
                 changed, a = weight.T[rows], a[:, start:stop]
             else:
-                low, high = max(rows.start, start), max(min(rows.stop, stop), start)
-                changed, b = weight[low - start : high - start], b[low - rows.start : high - rows.start]
-            if len(changed) and not add_product(changed, a, b, pair.scale):
+                first, last = max(rows.start, start), min(rows.stop, stop)
+                if first >= last:
+                    continue  # the block has none of them
+                changed, b = weight[first - start : last - start], b[first - rows.start : last - rows.start]
+            if not add_product(changed, a, b, pair.scale):
                 raise self._fault(own)
         return weight
 
     def _fault(self, dtype: NumpyDtype) -> McaError:
         """Return the error about a result that is not finite, which names the operand that is not, if one is not."""
-        step = max(1, _BLOCK // max(1, prod(self.shape[1:])))
-        blocks = ((start, min(start + step, self.shape[0])) for start in range(0, self.shape[0], step))
+        blocks = self._blocks(0, self.shape[0])
         stored = sum(int(non_finite(self._stored(*block, dtype)).sum()) for block in blocks)
         counts = {f"{self.file}: {self.name}": stored} if stored else {}
         if not counts:
@@ -320,7 +326,7 @@ def merge_to_hf(
         param.mca_name(): _cast_dtype(param, source.parts(param)[0].info.dtype, cast)
         for param in source.params
     }
-    config: McaModelConfig = replace(base.config, dtype=DTYPE_NAMES[cast]) if cast else base.config  # type: ignore[arg-type]
+    config: McaModelConfig = replace(source.config, dtype=DTYPE_NAMES[cast]) if cast else source.config  # type: ignore[arg-type]
     wholes = {param.mca_name(): source.full_shape(param) for param in source.params}
     layout = HfLayout(source.params, config, dtypes, wholes, max_shard_bytes)
     with atomic_directory(destination) as folder:

@@ -160,8 +160,9 @@ class VirtualModels(torch.nn.Module):
         """Select the parts of the model to train, before it is wrapped; the default is the language model.
 
         Raises:
-            McaError: It has no such part, or cannot take images on its layout.
+            McaError: It has no such part, an adapter, or cannot take images on its layout.
         """
+        self.reject_hidden_adapter()
         if unknown := sorted({*parts} - {*PARTS}):
             raise McaError(f"{', '.join(unknown)}: no part of a model; parts are {', '.join(PARTS)}")
         if {*parts} - {"language"}:
@@ -321,6 +322,7 @@ class VirtualModels(torch.nn.Module):
                 raise McaError("async_save writes torch_dist checkpoints only; add ckpt_format='torch_dist'")
             save_mca(self, Path(directory), overwrite=overwrite)
             return None
+        self.reject_hidden_adapter()  # Megatron saves all that the chunks have
         pending = save_torch_dist(self, Path(directory), overwrite=overwrite, in_background=async_save)
         if async_save:
             return pending

@@ -3,8 +3,7 @@
 `mca_models.megatron.log_probs.chunks` avoids the full logits of a micro-batch.
 """
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 from mca_config.errors import McaError
 from mca_models.megatron.log_probs.chunks import ChunkedOutput, token_values
@@ -13,8 +12,6 @@ from mca_train.types import Chunk
 
 _TOKENS = 1024
 """Chunk size for ``values`` if ``loss_chunk_size`` is not set."""
-_OUTPUT = ("_postprocess", "compute_language_model_loss")
-"""Methods of a chunk that trainers replace."""
 
 
 def chunk_losses(
@@ -60,20 +57,6 @@ def chunk_losses(
                 chunk.compute_language_model_loss if values is None else token_values(values, vocab_size)
             )
             chunk._postprocess = ChunkedOutput(chunk, tokens or _TOKENS, compute)
-
-
-@contextmanager
-def preserved_output(chunks: Iterable[Chunk]) -> Iterator[None]:
-    """Restore the output methods of ``chunks`` after the block."""
-    before = [(chunk, {name: vars(chunk).get(name) for name in _OUTPUT}) for chunk in chunks]
-    try:
-        yield
-    finally:
-        for chunk, kept in before:
-            for name, value in kept.items():
-                chunk.__dict__.pop(name, None)
-                if value is not None:
-                    setattr(chunk, name, value)
 
 
 def _disable_grad_fusion(model: Chunk) -> None:

@@ -195,7 +195,7 @@ def _keys(config: McaModelConfig, layout: ParallelLayout) -> JsonObject:
 def _layouts(plan_input: PlanInput, gpus: int, node: int) -> Iterator[ParallelLayout]:
     config = plan_input.config
     for tp in _powers(min(node, gpus)):
-        for pp in _powers(min(gpus // tp, config.num_layers)):
+        for pp in _divisors(gpus, min(gpus // tp, config.num_layers)):
             for cp in _powers(min(8, gpus // tp // pp)) if plan_input.seq_length >= 8192 else (1,):
                 for ep in _powers(config.num_experts or 1):
                     yield from _legal(plan_input, gpus, {"tp": tp, "pp": pp, "cp": cp, "ep": ep})
@@ -205,8 +205,7 @@ def _legal(plan_input: PlanInput, gpus: int, sizes: dict[str, int]) -> Iterator[
     """Yield all valid layouts with the given sizes."""
     config = plan_input.config
     per_rank = -(-config.num_layers // sizes["pp"])
-    divisors = [v for v in range(1, per_rank + 1) if per_rank % v == 0]
-    for vpp in divisors if sizes["pp"] > 1 else [1]:
+    for vpp in _divisors(per_rank, per_rank) if sizes["pp"] > 1 else [1]:
         for etp in {1, sizes["tp"]} if config.num_experts else {None}:
             for split in _SPLITS:
                 if split and config.num_layers % (sizes["pp"] * vpp) == 0:
@@ -230,3 +229,7 @@ def _legal(plan_input: PlanInput, gpus: int, sizes: dict[str, int]) -> Iterator[
 
 def _powers(most: int) -> list[int]:
     return [1 << power for power in range(max(most, 1).bit_length()) if 1 << power <= most]
+
+
+def _divisors(number: int, most: int) -> list[int]:
+    return [size for size in range(1, most + 1) if number % size == 0]

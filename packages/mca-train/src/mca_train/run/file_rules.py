@@ -22,7 +22,7 @@ def data_files(task: Task, settings: Settings) -> Iterator[str]:
     """Yield problems of data files (unset, missing, unreadable) and of entries of ``datasets``."""
     data = settings.data
     if not data.train_file and not data.datasets:
-        yield "train_file is not set"
+        yield "train_file is not set; name a file with rows, or several sources under datasets"
     yield from raised_problems(parse_sources, data.datasets)
     for path in (str(entry.get("path")) for entry in data.datasets):
         if is_url(path):

@@ -23,12 +23,12 @@ from mca_config.types import JsonObject, Values
 from mca_train.config.arguments import LaunchArguments, LoraArguments
 from mca_train.config.early_arguments import early_arguments
 from mca_train.config.early_rules import schedule_value_problems
-from mca_train.config.model import model_config, resolve_layout, trained_model
+from mca_train.config.model import adapter_problems, model_config, resolve_layout, trained_model
 from mca_train.config.model_parts import absent_parts, trained_parts
 from mca_train.config.renamed_options import RENAMED
 from mca_train.config.run_config import Settings, has_hub_ids
+from mca_train.plan.hardware import load_hardware
 from mca_train.plan.options import PlanOptions
-from mca_train.run.adapter_rules import adapter_problems
 from mca_train.run.early_columns import column_problems
 from mca_train.run.file_rules import FILE_RULES, data_files, directories, start
 from mca_train.run.key_rules import KEY_RULES
@@ -222,8 +222,10 @@ def plan_problems(task: Task | None, values: Values, where: str, options: PlanOp
     """Return the problems of a plan, which may name data that this machine does not have.
 
     Raises:
-        UsageError: Keys or values are wrong.
+        UsageError: Keys or values are wrong, or the device is unknown.
     """
+    if options.device is not None:
+        load_hardware(options.device, options.hardware)
     task, flags = task or infer_task(values), [flag.name for flag in fields(options)]
     settings = make_settings(task, {"output_dir": "plan", **values}, where, flags, early=True)
     problems = _key_problems(task, settings)
@@ -280,7 +282,7 @@ def _layout_problems(
         if not problems:
             new_head = model.head.num_labels is not None and stored.head.num_labels is None
             config, parts = replace(model, layout=layout), trained_parts(settings.training, model)
-            of_adapter = [*adapter_problems(settings, config, parts, new_head=new_head)]
+            of_adapter = [*adapter_problems(settings.lora, config, parts, new_head=new_head)]
             yield from of_adapter or absent_parts(settings.training, config)
     except McaError as error:
         yield from list_problems(error)

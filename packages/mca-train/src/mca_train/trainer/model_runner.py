@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 
 from mca_config.errors import McaError
 from mca_config.training import TrainingArguments
+from mca_models.megatron.log_probs.chunks import preserved_output
 from mca_train.checkpoint.model import load_weights
 from mca_train.engine.engine import Engine
 from mca_train.engine.param_groups import select_trained_parts
 from mca_train.engine.pipeline import Pipeline
 from mca_train.engine.rng import preserved_rng
-from mca_train.losses.chunked import chunk_losses, preserved_output
+from mca_train.losses.chunked import chunk_losses
 from mca_train.losses.label_smoothing import smooth_labels
 from mca_train.losses.token_loss import LossFunction
 from mca_train.lr_schedule import LearningRate

@@ -15,6 +15,7 @@ from mca_config.errors import McaError, raise_problems
 from mca_config.model_config import McaModelConfig
 from mca_config.training import TrainingArguments
 from mca_models.megatron.features.router_replay import RoutedExperts
+from mca_models.megatron.log_probs.chunks import preserved_output
 from mca_models.megatron.peft import PeftModels
 from mca_train import groups
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
@@ -22,7 +23,7 @@ from mca_train.checkpoint.reference_log_probs import model_fingerprint
 from mca_train.engine.pipeline import Pipeline
 from mca_train.engine.rng import preserved_rng
 from mca_train.groups import Ranks
-from mca_train.losses.chunked import chunk_losses, preserved_output
+from mca_train.losses.chunked import chunk_losses
 from mca_train.losses.label_smoothing import smooth_labels
 from mca_train.losses.options import adapter_reference_problems
 from mca_train.losses.preference import (

@@ -14,7 +14,7 @@ from mca_models.megatron.features.feature import (
 )
 from mca_models.megatron.features.features import active_features
 from mca_models.megatron.layers.attention import CoreAttention
-from mca_models.megatron.layers.spec import engine_attention, rebuilt
+from mca_models.megatron.layers.spec import changed, engine_attention
 from mca_models.megatron.names import Implementation, NamingScheme
 from mca_models.megatron.types import Spec
 from mca_models.templates import get_family
@@ -62,7 +62,7 @@ def _adapted_to_model(spec: Spec, context: Context) -> Spec:
     changes = [_core_attention(context), *(feature.spec(context) for feature in features)]
     routers = [feature.router for feature in features if feature.router is not None]
     changes += [SpecChanges({"router": _with_config(adapt, context.config)}) for adapt in routers]
-    return _changed(spec, *_composed(changes))
+    return changed(spec, *_composed(changes))
 
 
 def _with_config(adapt: RouterChange, config: McaModelConfig) -> ClassChange:
@@ -82,7 +82,7 @@ def _core_attention(context: Context) -> SpecChanges:
 
 def _adapted_to_layer(spec: Spec, context: LayerContext, names: Mapping[str, SpecChange]) -> Spec:
     changes = [feature.layer(context) for feature in active_features(context.config)]
-    return _changed(spec, *_composed([SpecChanges(names), *changes]))
+    return changed(spec, *_composed([SpecChanges(names), *changes]))
 
 
 def _checkpoint_names(
@@ -131,16 +131,3 @@ def _composed(changes: Iterable[SpecChanges]) -> tuple[dict[str, SpecChange], di
 
 def _after(first: SpecChange, second: SpecChange) -> SpecChange:
     return lambda value: second(first(value))
-
-
-def _changed(spec: Spec, fields: Mapping[str, SpecChange], classes: Mapping[type, type]) -> Spec:
-    """Return ``spec`` with named fields and classes replaced everywhere in it."""
-
-    def exchange(name: str, value: Spec) -> Spec:
-        if name in fields:
-            return fields[name](value)
-        if isinstance(value, type):
-            return classes.get(value, value)
-        return _changed(value, fields, classes)
-
-    return rebuilt(spec, exchange)

@@ -7,7 +7,6 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from mca_config.types import Values
 from mca_models.megatron.layers.attention import CoreAttention
 from mca_models.megatron.layers.norm import Norm
 from mca_models.megatron.layers.sharded import ReplicatedLinear
@@ -72,7 +71,7 @@ def _with_local_attention(spec: Spec, config: MegatronConfig) -> Spec:
     """Replace Transformer Engine's core attention by mca's if ``attention_backend`` is ``local``."""
     if config.attention_backend is None or config.attention_backend.name != "local":
         return spec
-    return _replace(spec, {engine_attention(): CoreAttention})
+    return changed(spec, {}, {engine_attention(): CoreAttention})
 
 
 def _with_local_modules(spec: Spec, config: MegatronConfig) -> Spec:
@@ -80,32 +79,28 @@ def _with_local_modules(spec: Spec, config: MegatronConfig) -> Spec:
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    replaced = _replace(spec, {WrappedTorchNorm: Norm, DotProductAttention: CoreAttention})
-    if config.multi_latent_attention:
-        names = ("linear_q_down_proj", "linear_kv_down_proj")
-        replaced = _replace_fields(replaced, dict.fromkeys(names, ReplicatedLinear), ColumnParallelLinear)
-    return replaced
+    def replicate(linear: Spec) -> Spec:
+        return ReplicatedLinear if linear is ColumnParallelLinear else linear
+
+    names = ("linear_q_down_proj", "linear_kv_down_proj") if config.multi_latent_attention else ()
+    classes = {WrappedTorchNorm: Norm, DotProductAttention: CoreAttention}
+    return changed(spec, dict.fromkeys(names, replicate), classes)
 
 
-def _replace(spec: Spec, classes: Mapping[type, type]) -> Spec:
-    """Replace module classes everywhere in ``spec``."""
-    if isinstance(spec, type):
-        return classes.get(spec, spec)
-    return rebuilt(spec, lambda name, value: _replace(value, classes))
-
-
-def _replace_fields(spec: Spec, fields: Values, expected: type) -> Spec:
-    """Replace the named fields that are ``expected`` everywhere in ``spec``."""
+def changed(spec: Spec, fields: Mapping[str, Callable[[Spec], Spec]], classes: Mapping[type, type]) -> Spec:
+    """Return ``spec`` with named fields and classes replaced everywhere in it."""
 
     def exchange(name: str, value: Spec) -> Spec:
-        if name in fields and value is expected:
-            return fields[name]
-        return _replace_fields(value, fields, expected)
+        if name in fields:
+            return fields[name](value)
+        if isinstance(value, type):
+            return classes.get(value, value)
+        return changed(value, fields, classes)
 
-    return rebuilt(spec, exchange)
+    return _rebuilt(spec, exchange)
 
 
-def rebuilt(spec: Spec, change: Callable[[str, Spec], Spec]) -> Spec:
+def _rebuilt(spec: Spec, change: Callable[[str, Spec], Spec]) -> Spec:
     """Copy a spec tree (dataclasses, lists, dicts, partials) with ``change(name, child)`` for children."""
     if isinstance(spec, list | tuple):
         return type(spec)(change("", item) for item in spec)

@@ -6,7 +6,7 @@ chunk, for one more product with the output matrix. Vocabulary and sequence para
 vocabulary, factors on logits and adapters work as without chunks.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -17,6 +17,10 @@ from mca_models.megatron.types import GptModel, Upstream
 
 Values = Callable[[Tensor, Tensor], Tensor]
 """``(labels [b, n], logits [n, b, vocab / tp])`` to ``[..., b, n]``."""
+
+
+_OUTPUT = ("_postprocess", "compute_language_model_loss")
+"""Methods of a chunk that callers replace."""
 
 
 class ChunkedOutput:
@@ -60,6 +64,20 @@ class ChunkedOutput:
         logits, _ = self._model.output_layer(hidden, weight=weight)
         values = self._values(labels.flatten(1), logits)
         return values.view(*values.shape[:-2], *labels.shape)
+
+
+@contextmanager
+def preserved_output(chunks: Iterable[GptModel]) -> Iterator[None]:
+    """Restore the output methods of ``chunks`` after the block."""
+    before = [(chunk, {name: vars(chunk).get(name) for name in _OUTPUT}) for chunk in chunks]
+    try:
+        yield
+    finally:
+        for chunk, kept in before:
+            for name, value in kept.items():
+                chunk.__dict__.pop(name, None)
+                if value is not None:
+                    setattr(chunk, name, value)
 
 
 def _recompute_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

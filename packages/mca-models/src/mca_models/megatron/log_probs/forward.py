@@ -50,7 +50,7 @@ from mca_models.megatron.layers.attention import set_packed_lengths
 from mca_models.megatron.layers.rope import length_dependent_ropes, set_longest_sequence
 from mca_models.megatron.layers.zigzag import rank_token_ranges, take_rank_tokens
 from mca_models.megatron.live_model import LiveModel
-from mca_models.megatron.log_probs.chunks import ChunkedOutput, token_values
+from mca_models.megatron.log_probs.chunks import ChunkedOutput, preserved_output, token_values
 from mca_models.megatron.log_probs.vocabulary import TokenValues
 from mca_models.megatron.types import GptModel, MegatronModule, PackedSeqParams
 
@@ -451,13 +451,7 @@ def _forward_step(
 def _computing(models: LiveModel, tokens: int, values: TokenValues) -> Iterator[None]:
     """Make the chunk with the output layer return ``values`` of its labels, in this block."""
     chunks: list[GptModel] = [chunk for chunk in models.chunks if getattr(chunk, "post_process", False)]
-    before = [chunk.__dict__.pop("_postprocess", None) for chunk in chunks]
-    for chunk in chunks:
-        chunk._postprocess = ChunkedOutput(chunk, tokens, token_values(values, models.config.vocab_size))
-    try:
+    with preserved_output(chunks):
+        for chunk in chunks:
+            chunk._postprocess = ChunkedOutput(chunk, tokens, token_values(values, models.config.vocab_size))
         yield
-    finally:
-        for chunk, original in zip(chunks, before, strict=True):
-            del chunk._postprocess
-            if original is not None:
-                chunk._postprocess = original

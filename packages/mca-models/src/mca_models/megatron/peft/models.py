@@ -4,7 +4,7 @@
 distributed checkpoints contain the factors.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain, islice
@@ -55,6 +55,7 @@ from mca_models.megatron.state.weight_receiver import Weight, load_on_all_ranks
 from mca_models.megatron.tensors import cast_finite, to_torch
 from mca_models.megatron.types import DcpObject, GptModel, ShardedState
 from mca_models.megatron.virtual_models import CheckpointFormat, VirtualModels
+from mca_models.templates.trainable_parts import Part
 from mca_models.weights import Param
 from mca_models.weights.arrays import Array, split_ratio
 
@@ -179,6 +180,13 @@ class PeftModels(VirtualModels):
 
     def reject_hidden_adapter(self) -> None:
         """Do nothing: this model knows its adapter."""
+
+    def train_parts(self, parts: Collection[Part]) -> None:
+        """Raise: the adapter alone is trained."""
+        raise McaError(
+            "train_parts: this model has an adapter, which alone is trained; call get_peft_model(..., parts=...) to "
+            "adapt other parts"
+        )
 
     def _saved_whole(self, *, copies: bool) -> Iterator[tuple[Param, Tensor]]:
         saved = {param.mca_name(): param for param in self.rules.full_params}

@@ -34,7 +34,7 @@ from mca_models.megatron.platform._device import (
     set_device,
 )
 from mca_models.megatron.platform._patch import Patch, replaced
-from mca_models.megatron.platform.compile_at_import import without_compile
+from mca_models.megatron.platform.cuda import without_compile
 from mca_models.megatron.platform.fused_adam import FusedAdam
 from mca_models.megatron.platform.launcher import require_launcher
 

@@ -4,7 +4,7 @@ import contextlib
 import importlib.util
 import logging
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -212,3 +212,27 @@ RNG_STATE = Patch(
 There is only one generator then, so Megatron's check that the CPU state did not change inside a fork of the tracker
 always warns; its logger is set to errors only.
 """
+
+
+def identity(model: Upstream = None, *args: object, **kwargs: object) -> Upstream:
+    """Return ``model``, or as a decorator with arguments, a decorator that changes nothing."""
+
+    def unchanged(function: Callable[..., Upstream]) -> Callable[..., Upstream]:
+        return function
+
+    return unchanged if model is None else model
+
+
+@contextlib.contextmanager
+def without_compile() -> Iterator[None]:
+    """Replace ``torch.compile`` by the identity in this block, in which Megatron is imported.
+
+    Megatron decorates some twenty small helpers with it at import. That imports inductor (4 s per process) and, when
+    such a helper runs, needs a C++ compiler. A GPU benefits from it; a CPU test does not.
+    """
+    original = torch.compile
+    torch.compile = identity
+    try:
+        yield
+    finally:
+        torch.compile = original
