@@ -140,7 +140,7 @@ def test_log_probs_of_a_sharded_vocabulary_equal_torch():
         torch.testing.assert_close(gradient, wanted_gradient)
 
 
-def rejections(path: Path, fused: Path, routed: Path, seeing: Path, out: Path) -> list[str]:
+def rejections(path: Path, fused: Path, sparse: Path, routed: Path, seeing: Path, out: Path) -> list[str]:
     """Return the error of each use that the facade does not support."""
     names = facade()
     from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
@@ -150,7 +150,9 @@ def rejections(path: Path, fused: Path, routed: Path, seeing: Path, out: Path) -
 
     args = arguments(names, out)
     names.AutoModel.from_pretrained(routed, arguments(names, out, moe_enable_routing_replay=True))
-    models, stacked = (names.AutoModel.from_pretrained(folder, args) for folder in (path, fused))
+    models, stacked, media = (
+        names.AutoModel.from_pretrained(folder, args) for folder in (path, fused, sparse)
+    )
     found = []
     for work in (
         lambda: names.find_all_embedding_modules(models[0]),
@@ -161,6 +163,7 @@ def rejections(path: Path, fused: Path, routed: Path, seeing: Path, out: Path) -
         lambda: names.AutoModel.from_pretrained(seeing, args),
         lambda: names.ModelConverter(models.config),
         lambda: names.ModelConverter(stacked.config, to_hf=True),
+        lambda: names.ModelConverter(media.config, to_hf=True),
         lambda: names.ModelConverter(models.config, to_hf=True).dist_converter.preprocess_layer_index("x", 0),
         lambda: names.get_ltor_masks_and_position_ids(torch.ones(1, 4)),
         lambda: names.get_megatron_lr_scheduler(args, 1, None),
@@ -177,7 +180,9 @@ def test_what_does_not_map_is_an_error(tmp_path):
     path, fused = tiny_hf.save("llama", tmp_path / "a"), tiny_hf.save("gpt_oss", tmp_path / "b")
     vision_model("llava").save_pretrained(tmp_path / "d")
     routed = tiny_hf.save("qwen3_moe", tmp_path / "c")
-    (messages,) = run_ranks(1, rejections, path, fused, routed, tmp_path / "d", tmp_path / "out")
+    vision_model("qwen3_vl_moe").save_pretrained(tmp_path / "e")
+    paths = (path, fused, tmp_path / "e", routed, tmp_path / "d")
+    (messages,) = run_ranks(1, rejections, *paths, tmp_path / "out")
     expected = (
         "lora_target: all-embedding",
         "additional_target: lm_head",
@@ -186,7 +191,8 @@ def test_what_does_not_map_is_an_error(tmp_path):
         "router_replay.mode: R2",
         "images of llava are not supported with ROLL",
         "to_hf=False",
-        "all experts",
+        "gpt_oss: its Hugging Face tensors hold all experts",
+        "qwen3_vl_moe: its Hugging Face tensors hold all experts",
         "x: chunk 0",
         "compile_warmup",
         "set use_distributed_optimizer or save_only_model",

@@ -16,6 +16,7 @@ import transformers
 from forced_routing import forced_experts, other_experts
 from harness import run_ranks
 from mca_models import AutoConfig
+from mca_models.media import positions
 from mca_models.megatron.features.router_replay import RoutedExperts
 from roll_runs import CHECKOUT, LENGTH, ROWS, batch_of, reference_losses, train_steps, train_strategy
 from vision_reference import logits_of, rows_of, vision_model
@@ -239,7 +240,7 @@ def image_batch(case: str, step: int) -> dict[str, Any]:
     """Return a batch whose rows have images or none, as ROLL's collator does."""
     import numpy as np
 
-    ids, _, images = rows_of(case)
+    ids, spans, images = rows_of(case)
     drawn = torch.Generator().manual_seed(step)
     words = torch.randint(1, 60, ids.shape, generator=drawn)
     ids = torch.where(ids < 64, words, ids)  # the placeholders stay
@@ -251,7 +252,8 @@ def image_batch(case: str, step: int) -> dict[str, Any]:
     media[:] = [dict(each) for each in images]
     batch = {"input_ids": ids, "attention_mask": mask, "response_mask": response}
     padded: dict[str, Any] = {name: torch.nn.functional.pad(x, padding) for name, x in batch.items()}
-    return padded | {"multi_modal_inputs": media}
+    sections = torch.stack([torch.from_numpy(positions(LENGTH, row)) for row in spans])
+    return padded | {"multi_modal_inputs": media, "position_ids": sections}
 
 
 def image_logits(model: Any, micro: dict[str, Any]) -> torch.Tensor:
@@ -267,6 +269,8 @@ WITH_IMAGES = {
     "tp2": ("qwen2_5_vl", {TP: 2, SP: True}),
     "cp2": ("qwen2_5_vl", {CP: 2}),
     "pp2": ("qwen3_vl", {PP: 2}),
+    "videos_tp2": ("qwen2_5_vl-video", {TP: 2, SP: True}),
+    "videos_pp2": ("qwen3_vl-video", {PP: 2}),
 }
 
 
