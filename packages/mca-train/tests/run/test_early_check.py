@@ -23,9 +23,10 @@ from mca_config.errors import McaError
 from mca_train.cli import _fails_on_first_rank
 from mca_train.config import early_rules
 from mca_train.lr_schedule import schedule_problems
+from mca_train.plan.options import PlanOptions
 from mca_train.run.early_columns import read_columns
 from mca_train.run.rules import check
-from mca_train.run.settings import check_run, load_values, make_settings
+from mca_train.run.settings import check_run, load_values, make_settings, plan_problems
 from mca_train.tasks.table import TASKS
 
 HEAVY = ("torch", "transformers", "megatron", "datasets")
@@ -103,6 +104,7 @@ USAGES = (
     (["dpo", "RUN"], "train_file: no column 'chosen' (columns: text)"),
     (["reward", "RUN"], "train_file: no column 'chosen' (columns: text)"),
     (["kto", "RUN"], "train_file: no column 'label' (columns: text); set label_column"),
+    (["kto", "RUN", "--train_file", "pairs.jsonl"], "; mca-train dpo and reward read these pairs"),
     (["classify", "RUN", "--num_labels", "2"], "train_file: no column 'label' (columns: text)"),
     (["data", "sft", "RUN", "--train_file", "wrong.jsonl"], "train_file: columns body, title"),
     (["tokenize", "RUN", "--train_file", "wrong.jsonl"], "no column 'text' (columns: body, title)"),
@@ -135,6 +137,7 @@ def test_wrong_usage_is_reported_before_heavy_imports(run, tmp_path):
     file = run(model_name_or_path="model", train_file="a.jsonl", output_dir="out")
     (tmp_path / "broken.yaml").write_text("a: [")
     (tmp_path / "wrong.jsonl").write_text('{"body": "x"}\n\n{"title": "y", "body": "z"}\n')
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
     table = pyarrow.table({"body": ["x"]})
     parquet.write_table(table, tmp_path / "wrong.parquet")
     _write_arrow(table, tmp_path / "wrong.arrow")
@@ -228,9 +231,20 @@ def test_names_of_loggers_and_settings_of_schedules_are_those_of_transformers():
         assert {*known} == {*declared} - needed, name
 
 
+def test_modules_of_a_tower_are_known_where_it_is_trained(tmp_path):
+    (tmp_path / "config.json").write_text((VISION / "qwen2.5-vl-72b.json").read_text())
+    values = {"model_name_or_path": str(tmp_path), "lora_rank": 2, "lora_target_modules": ["qkv"]}
+
+    def problems(**others):
+        return plan_problems(TASKS["sft"], values | others, "", PlanOptions())
+
+    assert not problems(freeze=["language", "projector"])
+    assert "['qkv'] matches no linear" in problems()[0]
+
+
 SCHEDULES = (
     ("linear", {}, {}),
-    ("cosine", {"num_cycles": 0.5}, {"warmup_steps": 0.1}),
+    ("cosine", {"num_cycles": "two"}, {"warmup_steps": 0.1}),
     ("cosine", {"num_cycles": "two"}, {}),
     ("cosine", {"num_cycles": "two"}, {"warmup_steps": 10}),  # no fault until the warm-up ends
     ("cosine_with_restarts", {"num_cycles": 0}, {}),

@@ -287,4 +287,5 @@ def translate_read_errors(
             if is_url(files):
                 raise download_error(key, files, error) from error
             raise McaError(f"{subject} is not there any more; put it back and start again") from error
-        raise McaError(f"{subject} cannot be read as {reader}: {redacted(reason)[:200]}") from error
+        advice = "; repair or replace the file" if reader in _READERS.values() else ""
+        raise McaError(f"{subject} cannot be read as {reader}: {redacted(reason)[:200]}{advice}") from error

@@ -174,7 +174,9 @@ def require_label_column(names: Sequence[str], arguments: ClassifyArguments, key
     """Raise an error for rows without the column of labels."""
     column = arguments.label_column
     if column not in names:
-        raise UsageError(f"{key}: no column '{column}' ({_describe_columns(names)}); set label_column")
+        are_pairs = {"chosen", "rejected"} <= {*names}
+        advice = "mca-train dpo and reward read these pairs" if are_pairs else "set label_column"
+        raise UsageError(f"{key}: no column '{column}' ({_describe_columns(names)}); {advice}")
 
 
 def _describe_columns(names: Sequence[str], found: Sequence[Format] = ()) -> str:

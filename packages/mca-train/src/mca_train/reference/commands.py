@@ -56,7 +56,7 @@ save_total_limit: 2
 # report_to: tensorboard                # or wandb, mlflow; default: none
 """
 _LORA = """
-# A LoRA adapter instead of the whole model: uncomment these lines.
+# A LoRA adapter instead of the full model: uncomment these lines.
 # lora_rank: 16
 # lora_alpha: 32
 # lora_target_modules: all-linear
