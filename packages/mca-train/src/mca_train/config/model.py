@@ -2,12 +2,12 @@
 
 import math
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mca_config.arguments import MegatronArguments
-from mca_config.errors import McaError, UsageError
+from mca_config.errors import McaError, UsageError, list_problems
 from mca_config.layout import ParallelLayout
 from mca_config.model.head import HeadKind
 from mca_config.model_config import McaModelConfig
@@ -139,3 +139,31 @@ def make_adapter(
     complete_peft_config(document, config, parts)
     adapter = AdapterConfig.from_dict(document, "LoraConfig")
     return adapter, rules_for_training(config, adapter)
+
+
+def adapter_problems(
+    lora: LoraArguments, config: McaModelConfig, parts: Collection[str], *, new_head: bool
+) -> Iterator[str]:
+    """Yield the problems of the adapter with the model, including a new head that a continued adapter does not train.
+
+    Args:
+        lora: Arguments of the adapter.
+        config: Configuration of the trained model, with its layout.
+        parts: Trained parts of a multimodal model.
+        new_head: The checkpoint has no head of the trained kind.
+    """
+    path = lora.adapter_name_or_path
+    if path is not None and not Path(path).is_dir():
+        return  # reported with the other directories
+    try:
+        adapter = make_adapter(lora, config, parts)
+    except McaError as error:
+        yield from list_problems(error)
+        return
+    if adapter is None or path is None or not new_head:
+        return
+    if not any(param.mca.startswith("output_layer.") for param in adapter[1].full_params):
+        yield (
+            f"adapter_name_or_path: the adapter in {path} does not train the new head, score; merge it into its base "
+            "model (mca-convert --merge), name the result in model_name_or_path, and set lora_rank for a new one"
+        )

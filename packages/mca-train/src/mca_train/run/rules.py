@@ -20,6 +20,7 @@ from mca_models.megatron.factory.transformer_config import transformer_config
 from mca_models.megatron.features.media import image_problems
 from mca_train.config.arguments import VIDEO_KEYS, LaunchArguments
 from mca_train.config.model import (
+    adapter_problems,
     local_world_size,
     model_config,
     resolve_layout,
@@ -29,7 +30,6 @@ from mca_train.config.model_parts import part_problems, trained_parts
 from mca_train.config.run_config import Settings
 from mca_train.losses.preference import reference_problems
 from mca_train.lr_schedule import schedule_problems
-from mca_train.run.adapter_rules import adapter_problems
 from mca_train.run.file_rules import FILE_RULES
 from mca_train.run.key_rules import KEY_RULES
 from mca_train.run.vocabulary import vocabulary_problems
@@ -205,7 +205,7 @@ def architecture(run: Run, target: "Target | None") -> list[str]:
     new_head = config.head.num_labels is not None and run.stored.head.num_labels is None
     problems += (
         of_adapter := list(
-            adapter_problems(run.settings, config, trained_parts(args, config), new_head=new_head)
+            adapter_problems(run.settings.lora, config, trained_parts(args, config), new_head=new_head)
         )
     )
     of_parts = [] if of_adapter else [*part_problems(args, run.settings.lora, config, megatron)]

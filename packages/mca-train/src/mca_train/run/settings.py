@@ -23,13 +23,12 @@ from mca_config.types import JsonObject, Values
 from mca_train.config.arguments import LaunchArguments, LoraArguments
 from mca_train.config.early_arguments import early_arguments
 from mca_train.config.early_rules import schedule_value_problems
-from mca_train.config.model import model_config, resolve_layout, trained_model
+from mca_train.config.model import adapter_problems, model_config, resolve_layout, trained_model
 from mca_train.config.model_parts import absent_parts, trained_parts
 from mca_train.config.renamed_options import RENAMED
 from mca_train.config.run_config import Settings, has_hub_ids
 from mca_train.plan.hardware import load_hardware
 from mca_train.plan.options import PlanOptions
-from mca_train.run.adapter_rules import adapter_problems
 from mca_train.run.early_columns import column_problems
 from mca_train.run.file_rules import FILE_RULES, data_files, directories, start
 from mca_train.run.key_rules import KEY_RULES
@@ -283,7 +282,7 @@ def _layout_problems(
         if not problems:
             new_head = model.head.num_labels is not None and stored.head.num_labels is None
             config, parts = replace(model, layout=layout), trained_parts(settings.training, model)
-            of_adapter = [*adapter_problems(settings, config, parts, new_head=new_head)]
+            of_adapter = [*adapter_problems(settings.lora, config, parts, new_head=new_head)]
             yield from of_adapter or absent_parts(settings.training, config)
     except McaError as error:
         yield from list_problems(error)
