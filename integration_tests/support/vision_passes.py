@@ -35,6 +35,7 @@ DENSE = (
     "qianfan_ocr",
     "got_ocr2",
     "glm_ocr",
+    "glmga",
     "ovis2",
     "exaone4_5",
     "deepseek_vl",

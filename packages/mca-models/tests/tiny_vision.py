@@ -144,6 +144,12 @@ CASES: dict[str, Case] = {
         {"model_type": "glm4v_moe_vision", **_SIGLIP, "out_hidden_size": 32, "attention_bias": True},
         {"image_token_id": 65, "video_token_id": 66},
     ),
+    "glmga": (
+        "glmga",
+        {"model_type": "glm4v_text", **_WIDE, "rope_parameters": _HALF},
+        {"model_type": "glm4v_vision", **_SIGLIP, "out_hidden_size": 64},
+        {"image_token_id": 65, "video_token_id": 66},
+    ),
     "glm_ocr": (
         "glm_ocr",
         {"head_dim": 12, "rope_parameters": {**_ROPE, "mrope_section": [2, 2, 2]}},

@@ -83,9 +83,11 @@ def glm_processors(model_type, tokenizer, **different):
     """GLM's video processor, and the whole one of transformers."""
     from importlib import import_module
 
-    kind, name = ("glm46v", "Glm46V") if model_type in ("glm46v", "glm_ocr") else ("glm4v", "Glm4v")
+    kind, name = ("glm4v", "Glm4v") if model_type in ("glm4v", "glm4v_moe") else ("glm46v", "Glm46V")
+    of_videos = ("glmga", "Glmga") if model_type == "glmga" else (kind, name)
     home = f"transformers.models.{kind}"
-    Videos = getattr(import_module(f"{home}.video_processing_{kind}"), f"{name}VideoProcessor")
+    module = import_module("transformers.models.{0}.video_processing_{0}".format(of_videos[0]))
+    Videos = getattr(module, f"{of_videos[1]}VideoProcessor")
     Whole = getattr(import_module(f"{home}.processing_{kind}"), f"{name}Processor")
 
     class Processor(Whole):

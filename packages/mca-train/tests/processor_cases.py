@@ -26,6 +26,7 @@ from transformers.models.gemma4_unified.processing_gemma4_unified import Gemma4U
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.glm4v.processing_glm4v import Glm4vProcessor
 from transformers.models.glm46v.processing_glm46v import Glm46VProcessor
+from transformers.models.glmga.image_processing_pil_glmga import GlmgaImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.got_ocr2.processing_got_ocr2 import GotOcr2Processor
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
@@ -475,6 +476,12 @@ CASES = {
     "glm4v_moe": glm(),
     "glm46v": glm(Glm46VProcessor),
     "glm_ocr": glm(Glm46VProcessor),
+    "glmga": replace(
+        glm(Glm46VProcessor),
+        images=lambda: GlmgaImageProcessorPil(
+            patch_size=4, merge_size=2, size={"shortest_edge": 4 * 64, "longest_edge": 16 * 64}
+        ),
+    ),
     "internvl": INTERNVL,
     "qianfan_ocr": QIANFAN,
     "got_ocr2": GOT,

@@ -40,6 +40,7 @@ PUBLISHED = {
     "vip-llava-7b": pytest.approx(7.08e9, abs=0.01e9),
     "ovis2-1b": pytest.approx(1.131e9, abs=0.001e9),  # 1.27e9 with a copy of the embedding as head
     "lighton-ocr-1b": 1_005_647_872,
+    "glmga": pytest.approx(10.29e9, abs=0.01e9),  # defaults, those of GLM 4.1V
     "glm-ocr": pytest.approx(1.11e9, abs=0.01e9),  # without its MTP layer
     "got-ocr2": pytest.approx(0.56e9, abs=0.01e9),  # defaults of transformers' configuration
     "qianfan-ocr-4b": pytest.approx(

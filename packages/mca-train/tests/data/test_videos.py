@@ -130,7 +130,7 @@ def test_tokens_pixels_and_positions_are_those_of_the_models_processor(model, st
     assert len(found) < found[0].max()
 
 
-@pytest.mark.parametrize("model", ["glm4v", "glm4v_moe", "glm46v", "glm_ocr"])
+@pytest.mark.parametrize("model", ["glm4v", "glm4v_moe", "glm46v", "glm_ocr", "glmga"])
 def test_frames_of_glm_are_images_in_front_of_their_times(model, folder):
     tokenizer = glm_tokenizer()
     videos, whole = glm_processors(model, tokenizer)
@@ -169,6 +169,14 @@ def test_frames_of_glm_are_images_in_front_of_their_times(model, folder):
     images = ImageReader(config=config, directories=(folder / model,))
     (few,) = load_tokenized(TASKS["sft"], [str(folder / "glm.jsonl")], tokenizer, given, images=images)
     assert len(few["images"].places) == 3
+
+
+def test_a_factor_that_only_one_backend_applies_is_refused(folder):
+    from mca_train.data.patch_grids import resized_sides
+
+    videos, _ = glm_processors("glmga", glm_tokenizer(), patch_expand_factor=2)
+    with pytest.raises(McaError, match=r"^GlmgaVideoProcessor: patch_expand_factor is 2; expected 1"):
+        resized_sides(videos)
 
 
 def numbered(folder, *parts, **others):

@@ -176,6 +176,7 @@ _WITH_ANOTHER = {
     "glm4v_moe": "glm4v:MOE_FAMILY",
     "glm46v": "glm4v:GLM46V",
     "glm_ocr": "glm4v:GLM_OCR",
+    "glmga": "glm4v:GLMGA",
     "kimi_k2": "deepseek_v3:KIMI_K2",
     "qwen2_5_omni": "qwen2_5_omni_thinker:WHOLE",
     "qwen3_5_moe": "qwen3_5:MOE_FAMILY",

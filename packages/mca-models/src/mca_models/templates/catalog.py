@@ -79,6 +79,7 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
         "GLM 4.6V: the text model of `glm4v` or `glm4v_moe` with a vision model",
         "as of the text part",
     ),
+    "glmga": ("`glm46v` under its own type", "as of the text part"),
     "glm_ocr": ("GLM-OCR: `glm4` without biases, with a vision model", "as of the text part"),
     "gemma3": ("`gemma3_text` with a vision model", "as of the text part"),
     "internvl": (
@@ -371,7 +372,7 @@ _REASONS: Mapping[str, str] = {
         "video_llama_3 video_llava"
     ),
     "a vision model and a text part that mca does not know": (
-        "cohere_compass cosmos3_edge deepseek_ocr2 glm5_next glmga granite_docling hunyuan_vl "
+        "cohere_compass cosmos3_edge deepseek_ocr2 glm5_next granite_docling hunyuan_vl "
         "inkling2 kosmos-2 kosmos-2.5 mistral_large4 muse_glimmer paddleocr_vl step3p7 unlimited_ocr"
     ),
     "a prompt whose tokens, also those of its text, attend to each other in both directions; no chat template": (

@@ -180,6 +180,9 @@ MOE_FAMILY = _family("glm4v_moe", "Glm4vMoeForConditionalGeneration", moe_text()
 GLM46V = _family(
     "glm46v", "Glm46VForConditionalGeneration", dense_text(), moe_text(), ties="never", video="seconds_after"
 )
+GLMGA = _family(  # GLM 4.6V under another type
+    "glmga", "Glm46VForConditionalGeneration", dense_text(), moe_text(), ties="never", video="seconds_after"
+)
 GLM_OCR = with_mtp_passthrough(
     _family(
         "glm_ocr",

@@ -110,6 +110,11 @@ def resized_sides(processor: ImageProcessor) -> Callable[[int, int, int], tuple[
             "Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5, GLM-4V, InternVL, Mistral 3, Gemma 3, LLaVA, Llama 4 and "
             "Kimi K2.5"
         )
+    if (expanded := getattr(processor, "patch_expand_factor", None)) not in (None, 1):
+        raise UsageError(
+            f"{type(processor).__name__}: patch_expand_factor is {expanded}; expected 1, because transformers resizes "
+            "images with PIL as if it were 1; set it to 1 in the processor's configuration"
+        )
     taken = set(inspect.signature(resize).parameters)
 
     def sides(height: int, width: int, frames: int) -> tuple[int, int]:

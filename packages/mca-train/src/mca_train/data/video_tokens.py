@@ -443,7 +443,9 @@ def _apply_options(processor: ImageProcessor, options: VideoOptions, fps: float)
                 "model merges"
             )
         if hasattr(processor, "max_frames"):
-            processor.max_frames, processor.min_frames = most, min(most, processor.min_frames)
+            processor.max_frames = most
+        if hasattr(processor, "min_frames"):
+            processor.min_frames = min(most, processor.min_frames)
         processor.num_frames = processor.num_frames and min(most, processor.num_frames)
     if getattr(processor, "cap_pixels_per_frame", False) is None:
         processor.cap_pixels_per_frame = False  # the default, of which transformers warns
