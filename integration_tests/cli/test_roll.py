@@ -140,6 +140,15 @@ def test_log_probs_of_a_sharded_vocabulary_equal_torch():
         torch.testing.assert_close(gradient, wanted_gradient)
 
 
+def replay_for_other_tokens(replay: Any) -> None:
+    """Replay experts of 8 tokens in a pass of 6."""
+    from megatron.core.transformer.moe.router_replay import RouterReplayAction
+
+    replay.set_target_indices(torch.ones(8, 2, dtype=torch.long))
+    replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+    replay.experts(6)
+
+
 def rejections(path: Path, fused: Path, sparse: Path, routed: Path, seeing: Path, out: Path) -> list[str]:
     """Return the error of each use that the facade does not support."""
     names = facade()
@@ -160,6 +169,7 @@ def rejections(path: Path, fused: Path, sparse: Path, routed: Path, seeing: Path
         lambda: attach(SimpleNamespace(chunks=[None, None]), LoraConfig(target_modules=["q_proj"]), 0),
         lambda: names.AutoModel.from_pretrained(path, arguments(names, out, moe_enable_routing_replay=True)),
         lambda: RouterReplay.set_global_router_replay_action(RouterReplayAction.RECORD),
+        lambda: replay_for_other_tokens(RouterReplay.global_router_replay_instances[0]),
         lambda: names.AutoModel.from_pretrained(seeing, args),
         lambda: names.ModelConverter(models.config),
         lambda: names.ModelConverter(stacked.config, to_hf=True),
@@ -189,6 +199,7 @@ def test_what_does_not_map_is_an_error(tmp_path):
         "lora_target is not supported with virtual_pipeline_model_parallel_size",
         "router_replay.mode: R3 needs a model with experts",
         "router_replay.mode: R2",
+        "routed_experts has 8 rows on this rank, whose routers have 6 tokens; set use_dynamic_batching_in_train",
         "images of llava are not supported with ROLL",
         "to_hf=False",
         "gpt_oss: its Hugging Face tensors hold all experts",

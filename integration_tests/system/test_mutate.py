@@ -120,6 +120,13 @@ def test_the_cheapest_tests_that_reach_a_function_run_first(tmp_path):
     unreached = replace(fault, path="packages/mca-models/src/mca_models/templates/test_c.py")
     assert found.reaching(unreached, limit=10) == ["test_c.py::c"], "named after the file"
     assert found.reaching(replace(fault, function="new"), limit=10) == ["test_b.py::b"], "its file's"
+    more = [(f"test_d.py::{number}", 0.1, [f"{PATH}:other"], []) for number in range(2)]
+    (tmp_path / "more").mkdir()
+    newer = mapped(tmp_path / "more", a, b, *more)
+    few = ["test_d.py::0", "test_d.py::1"]
+    assert newer.reaching(fault, limit=100) == ["test_b.py::b", "test_a.py::a", *few], "few records"
+    many = [(f"test_e.py::{number}", 0.1, reached, []) for number in range(5)]
+    assert not {*few} & {*mapped(tmp_path / "more", *many).reaching(fault, limit=100)}
     importer = tmp_path / "packages/mca-train/src/mca_train/losses/importer.py"
     importer.write_text("from mca_train.losses import made, other\n")
     (tmp_path / "second.json").write_text(

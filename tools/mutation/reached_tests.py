@@ -18,6 +18,9 @@ from tools.mutation.operators import Mutation
 START = 0.2
 """CPU seconds that starting a test costs in addition to its own, so that many tiny tests are not free."""
 
+FEW = 5
+"""Fewer recorded tests say that the function is newer than most records, so the tests of its file run too."""
+
 
 class TestMap:
     """Tests that reach a function, and their CPU seconds."""
@@ -79,15 +82,21 @@ class TestMap:
         """Return the tests that reach ``mutation``, up to ``limit`` CPU seconds, one module after another.
 
         A test that is cheap and reaches few functions comes first: it is the most likely to look at this one. A test
-        costs its own seconds and those of the shared fixtures that no test chosen before has used.
+        costs its own seconds and those of the shared fixtures that no test chosen before has used. Recorded tests run
+        before those of the file.
         """
-        found = self._tests(self.keys.get(f"{mutation.path}:{mutation.function}", set()))
-        found = found or self._neighbours(mutation.path)
+        recorded = self._tests(self.keys.get(f"{mutation.path}:{mutation.function}", set()))
+        found = recorded if len(recorded) >= FEW else recorded | self._neighbours(mutation.path)
         paid: set[str] = set()
         chosen: dict[str, list[str]] = {}
         total = 0.0
         for test in sorted(
-            found, key=lambda each: ((self._cost(each, set()) + START) * self.breadth[each], each)
+            found,
+            key=lambda each: (
+                each not in recorded,
+                (self._cost(each, set()) + START) * self.breadth[each],
+                each,
+            ),
         ):
             cost = self._cost(test, paid)
             if chosen and total + cost > limit:

@@ -159,3 +159,10 @@ def test_all_axes_of_a_grid_are_one_group_of_all_ranks() -> None:
         assert grid.groups(axes) == (tuple(range(8)),)
     with pytest.raises(McaError, match="axis 'tp-ep': expected names of"):
         grid.groups("tp-ep")
+
+
+def test_a_layout_names_its_virtual_stages_and_context_ranks_apart() -> None:
+    sizes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 3}
+    virtual = ParallelLayout(**sizes, virtual_pipeline_model_parallel_size=5, context_parallel_size=4)
+    assert str(virtual) == "tp 2 pp 3 vpp 5 cp 4"
+    assert str(ParallelLayout(**sizes)) == "tp 2 pp 3"

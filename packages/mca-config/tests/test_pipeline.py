@@ -207,3 +207,11 @@ def test_what_is_no_layout_string_is_an_error(text: str) -> None:
 def test_stages_that_may_hold_the_mtp_layers(stages: tuple[str, ...], size: int, problem: str | None) -> None:
     found = pipeline._mtp_problem(stages, size)
     assert found is None if problem is None else found is not None and found.startswith(problem)
+
+
+def test_virtual_stages_have_columns_with_names() -> None:
+    layout = ParallelLayout(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
+    header, first, second = str(pipeline_plan(layout, 4)).splitlines()
+    assert header.split() == ["vp", "0", "vp", "1"]
+    assert first.startswith("pp 0") and second.startswith("pp 1")
+    assert len(str(pipeline_plan(ParallelLayout(), 4)).splitlines()) == 1

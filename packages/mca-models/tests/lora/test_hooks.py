@@ -253,6 +253,16 @@ def test_new_factors_have_the_deviation_of_pefts(start: bool | str, deviation: f
     assert (initial_values(config, seed + 1)(pair.a, (8, 400)) != values).any()
 
 
+def test_factors_are_peft_s_if_a_configuration_does_not_say_how_they_start() -> None:
+    rules = rules_of("llama", ["q_proj"])
+    asked = {"peft_type": "LORA", "r": 8, "target_modules": ["q_proj"]}
+    plain = initial_values(AdapterConfig.from_dict(asked), 3)
+    drawn = initial_values(AdapterConfig.from_dict(asked | {"init_lora_weights": False}), 3)
+    pair = rules.factors[0]
+    assert not plain(pair.b, (5, 8)).any() and drawn(pair.b, (5, 8)).all()
+    assert (plain(pair.a, (8, 40)) == drawn(pair.a, (8, 40))).all()
+
+
 @pytest.mark.parametrize(("gradients", "already"), [(True, False), (False, False), (True, True)])
 def test_the_output_of_a_frozen_embedding_requires_gradients_in_training(
     gradients: bool, already: bool

@@ -11,6 +11,7 @@ from mca_train.batching.collate import (
     PadCollator,
     StepCollator,
     _require_right_padding,
+    _with_sources,
 )
 from mca_train.batching.packing import pack_row
 from mca_train.data.token_dataset import TokenDataset
@@ -409,3 +410,12 @@ def test_padding_is_behind_the_tokens_of_each_row(mask, is_right):
     else:
         with pytest.raises(McaError, match="position_ids that do not count from 0"):
             _require_right_padding(batch, torch.tensor(mask))
+
+
+def test_sources_are_those_of_a_mixture_alone():
+    sequences = [({"source": torch.tensor(2)}, True), ({"source": torch.tensor(5)}, False)]
+    step = StepCollator(collate=PadCollator(0), micro_batch_size=1)([({"input_ids": [1, 2]}, True)])
+    (batch,) = step.micro_batches
+    assert _with_sources(batch, sequences).sources.tolist() == [2, 5]
+    for other in ([({}, True)], [sequences[0], ({}, True)]):
+        assert _with_sources(batch, other) is batch

@@ -165,3 +165,41 @@ def test_a_router_gets_the_padding_and_counts_its_load() -> None:
     assert each.mca_aux_loss.load.tolist() == [1, 2, 1]
     moe_aux._route(each, plain, logits)
     assert each.mca_aux_loss.load.tolist() == [3, 4, 3] and seen[-1][1] is None
+
+
+@pytest.mark.parametrize("capacity", [None, 0.0, 1.5])
+def test_routers_get_their_losses_once_and_drop_tokens_themselves(
+    capacity: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second router is that of an MTP layer; a chunk without routers is left as it is."""
+    config = SimpleNamespace(moe_expert_capacity_factor=capacity)
+    made: list[Any] = [
+        SimpleNamespace(config=config, routing="plain", sinkhorn_load_balancing="even", number=number)
+        for number in range(2)
+    ]
+    chunks: list[Any] = ["without", "with"]
+    prepared: list[str] = []
+    monkeypatch.setattr(moe_aux, "routers", lambda own: made if own == ("with",) else [])
+    monkeypatch.setattr(moe_aux, "propagate_sequence_ids", prepared.append)
+
+    class ByIdentity(dict[Any, int]):
+        def get(self, router: Any, default: int = 0) -> int:  # type: ignore[override]
+            return 2 if router.number == 1 else default
+
+    monkeypatch.setattr(moe_aux, "mtp_router_depths", lambda chunk: ByIdentity())
+    moe_aux.install_aux_losses(chunks)
+    assert prepared == ["with"]
+    assert [(each.mca_aux_loss.depth, each.mca_aux_loss.capacity) for each in made] == [
+        (0, capacity),
+        (2, capacity),
+    ]
+    for each in made:
+        assert each.config.moe_expert_capacity_factor is None
+        assert (each.config is config) == (capacity is None), "other layers have the same configuration"
+        assert each.routing.args == (each, "plain") and each.sinkhorn_load_balancing.args == (each, "even")
+        assert each.routing.func is moe_aux._route and each.apply_z_loss.func is moe_aux._z_loss
+        assert each._apply_aux_loss.args == (each,)
+    assert config.moe_expert_capacity_factor == capacity
+    first = made[0].mca_aux_loss
+    moe_aux.install_aux_losses(chunks)
+    assert made[0].mca_aux_loss is first and prepared == ["with"]

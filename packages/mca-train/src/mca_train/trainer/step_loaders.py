@@ -115,5 +115,3 @@ def log_plan(args: TrainingArguments, ranks: Ranks, length: RunLength, samples: 
     )
     if done >= length.max_steps:
         logger.info("nothing to train: step %d is the end of the run already", done)
-    elif done:
-        logger.info("continuing after step %d", done)

@@ -84,7 +84,8 @@ class LayerReplay(RouterReplay):  # type: ignore[misc]
         if len(replayed) != tokens:
             raise McaError(
                 f"routed_experts has {len(replayed)} rows on this rank, whose routers have {tokens} tokens; set "
-                "sequence_parallel to true with tensor_model_parallel_size above 1"
+                "use_dynamic_batching_in_train and use_dynamic_batching_in_infer to false, and sequence_parallel to "
+                "true with tensor_model_parallel_size above 1"
             )
         if replayed.shape[1] == 1:
             return replayed
