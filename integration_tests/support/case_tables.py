@@ -237,6 +237,7 @@ TE_MEDIA = tuple(
         (
             *("qwen2_audio", "qwen3_asr", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"),
             *("gemma4-31b", "gemma4-e2b", "kimi_k25-moe", "cohere2_vision", "lfm3_vl", "lighton_ocr"),
+            *("qianfan_ocr", "got_ocr2", "glm_ocr"),
         ),
         ("tp2sp", "pp2", "cp2packed"),
     )

@@ -199,6 +199,17 @@ def test_experts_are_sent_every_token_as_often_as_it_is_routed(tmp_path: Path) -
         assert times._expert_messages(moe_of(times)) == pytest.approx(2 * sent / rate)
 
 
+def test_experts_on_several_nodes_are_sent_the_tokens_that_leave_a_node(tmp_path: Path) -> None:
+    hardware, _ = messages_alone()
+    device = replace(hardware.device, network_us=0.0)
+    rate = device.network_gb_s * hardware.efficiency.network * 1e9
+    config = model_of("deepseek-v3", num_hidden_layers=4)
+    layout = ParallelLayout(expert_model_parallel_size=16)
+    times = time_model(tmp_path, config, layout, replace(hardware, device=device))
+    sent = 8192 * 8 * 7168 * 2 * 8 / 16  # 8 of 16 ranks are on the other node
+    assert times._expert_messages(moe_of(times)) == pytest.approx(2 * sent / rate)
+
+
 def test_context_ranks_send_keys_and_values_of_every_token(tmp_path: Path) -> None:
     hardware, rate = messages_alone()
     config = model_of("qwen3-8b", num_hidden_layers=2)

@@ -328,9 +328,9 @@ class StepTimeModel:
         sent = sizes.split * sizes.experts_per_token * moe.hidden * sizes.width
         seconds = 0.0
         if layout.ep > 1:
-            outside = 1.0 if group <= node else 1 - node / group
-            others = (layout.ep - 1) / layout.ep
-            seconds += 2 * self._message_time(sent * others * outside, group > node, group)
+            # of a group on several nodes, the tokens that stay within one are faster and not counted
+            moved = (layout.ep - 1) / layout.ep if group <= node else 1 - node / group
+            seconds += 2 * self._message_time(sent * moved, group > node, group)
         if layout.etp > 1:
             far = self._crosses_nodes(layout.etp - 1)
             seconds += 2 * self._message_time(sent * (layout.etp - 1), far, layout.etp)
