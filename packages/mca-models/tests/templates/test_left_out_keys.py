@@ -82,3 +82,45 @@ def test_text_parts_may_leave_out_every_key(case: str) -> None:
     found, expected = config_from_hf(copy.deepcopy(hf)).to_fields(), config_from_hf(full).to_fields()
     tower = {"hf_config": None, "vision_fields": None}
     assert found | tower == expected | tower
+
+
+@pytest.mark.parametrize("case", ["glm4v", "glm46v", "glm_ocr"])
+def test_other_names_of_keys_win_in_glm_towers(case: str) -> None:
+    hf = tiny_vision.described(case)
+    own = {"depth": 4, "num_heads": 4, "num_hidden_layers": 3, "num_attention_heads": 2}
+    hf["vision_config"] = {**hf["vision_config"], **own}
+    found, expected = config_from_hf(copy.deepcopy(hf)), config_from_hf(filled_in(hf))
+    family = get_family(hf["model_type"])
+    assert family.hf_shapes(found) == family.hf_shapes(expected)
+    assert any("blocks.2." in name for name in family.hf_shapes(found))
+    assert not any("blocks.3." in name for name in family.hf_shapes(found))
+
+
+def test_a_window_of_zero_is_global_attention() -> None:
+    hf = tiny_vision.described("got_ocr2")
+    hf["vision_config"]["window_size"] = 0
+    config, family = config_from_hf(copy.deepcopy(hf)), get_family("got_ocr2")
+    sides = {shape for name, shape in family.hf_shapes(config).items() if name.endswith("attn.rel_pos_h")}
+    assert sides == {(2 * 8 - 1, 8)}  # images of 16 pixels and patches of 2; heads of 8
+    assert family.config.to_hf(config, family.architecture) == hf
+
+
+FOLLOWS_HEADS = {
+    *("axk1", "deepseek_v3", "deepseek_v32", "dots1", "exaone4", "exaone_moe", "gemma", "glm4_moe_lite"),
+    *("glm_moe_dsa", "kimi_k2", "mistral4", "qwen2_moe", "youtu"),
+}
+"""Families where mca gives as many groups as heads to a file without groups, and transformers its default model's."""
+
+
+@pytest.mark.parametrize("kind", [kind for kind in TEXT if kind not in FOLLOWS_HEADS])
+def test_groups_that_a_text_model_leaves_out_do_not_follow_its_heads(kind: str) -> None:
+    """Ask for more heads than transformers' default model has, whose heads and groups may be equal by chance."""
+    given = {"model_type": kind, **GIVEN.get(kind, {})}
+    full = filled_in(given)
+    heads = full.get("num_attention_heads")
+    if not isinstance(heads, int) or "num_key_value_heads" not in full:
+        pytest.skip("the family has no such keys")
+    given |= {"num_attention_heads": 2 * heads, "hidden_size": 2 * full["hidden_size"]}
+    full = filled_in(given)
+    found, expected = read_with_needed_keys(given, full), config_from_hf(full)
+    assert found.to_fields().get("num_query_groups") == expected.to_fields().get("num_query_groups")

@@ -28,12 +28,20 @@ from mca_models.templates.parts.vision_tower import (
     norm,
     repeat_shapes,
 )
-from mca_models.templates.parts.vision_values import vision_values
+from mca_models.templates.parts.vision_values import VisionValues, vision_values
 
 GLM4 = get_family("glm4")
 GLM4_MOE = get_family("glm4_moe")
 
 _norm, _linear = partial(norm, bias=False), partial(linear, bias=False)
+
+
+def glm_vision(config: McaModelConfig) -> VisionValues:
+    """Return the values of ``vision_config``; other names of keys win, as in transformers."""
+    _, vision = vision_values(config)
+    names = {"num_hidden_layers": "depth", "num_attention_heads": "num_heads"}
+    said = {name: vision.values[alias] for alias, name in names.items() if alias in vision.values}
+    return replace(vision, values={**vision.values, **said})
 
 
 def gated(name: str, inner: int, width: int, *, bias: bool = False) -> Shapes:
@@ -47,7 +55,7 @@ def gated(name: str, inner: int, width: int, *, bias: bool = False) -> Shapes:
 
 def tensors(config: McaModelConfig) -> Shapes:
     """Every tensor of the vision model."""
-    _, vision = vision_values(config)
+    vision = glm_vision(config)
     width, out = vision.size("hidden_size", 1536), vision.size("out_hidden_size", 4096)
     size, merge = vision.size("patch_size", 14), vision.size("spatial_merge_size", 2)
     bias = vision.flag("attention_bias", False)
@@ -78,7 +86,7 @@ def tensors(config: McaModelConfig) -> Shapes:
 
 def ocr_tensors(config: McaModelConfig) -> Shapes:
     """Every tensor of the vision model of GLM-OCR, with norms of q and k, and without a table of positions."""
-    _, vision = vision_values(config)
+    vision = glm_vision(config)
     width, out, merge = (
         vision.size("hidden_size", 1024),
         vision.size("out_hidden_size", 1536),

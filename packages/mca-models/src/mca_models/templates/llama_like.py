@@ -110,6 +110,7 @@ _ALL = (
         "Qwen2ForCausalLM",
         ConfigTable(
             fields=dense_fields(),
+            defaults={"num_key_value_heads": 32},
             constants={"add_qkv_bias": True},
             fixed=(SILU,),
             facts=(SWITCHED_WINDOW,),
@@ -121,7 +122,7 @@ _ALL = (
         "Qwen3ForCausalLM",
         ConfigTable(
             fields=dense_fields(),
-            defaults={"head_dim": 128},
+            defaults={"head_dim": 128, "num_key_value_heads": 32},
             constants={"qk_layernorm": True},
             fixed=(SILU, NO_ATTENTION_BIAS),
             facts=(SWITCHED_WINDOW,),

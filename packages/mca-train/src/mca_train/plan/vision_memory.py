@@ -209,10 +209,8 @@ def _image_layout(config: McaModelConfig, vision: Values, sizes: Values) -> Imag
 
 def _score_keys(sizes: Values) -> tuple[float, ...]:
     """Return the keys of a patch in each layer of a SAM tower, whose windows are padded to squares."""
-    side, window = (
-        _square_side(sizes["image_size"]) // _square_side(sizes["patch_size"]),
-        sizes["window_size"],
-    )
+    side = _square_side(sizes["image_size"]) // _square_side(sizes["patch_size"])
+    window = sizes["window_size"] or side  # 0: no windows
     padded = -(-side // window) * window
     inside = (window * padded / side) ** 2
     everywhere = sizes["global_attn_indexes"]

@@ -81,9 +81,16 @@ class _FusedProjection(torch.nn.Module):
         self._fused, self._part, self._half = (fused,), part, half
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the projection of ``hidden``, with the first channels of all pairs of a head before the second."""
+        """Return the projection of ``hidden``.
+
+        The first channels of all pairs of a head come before the second, if the linear has RoPE pairs next to each
+        other.
+        """
         (fused,) = self._fused
-        mine = [each.chunk(3)[self._part] for each in fused.parameters()]
+        mine = [
+            each.chunk(3)[self._part]
+            for each in (fused.weight, *([] if fused.bias is None else [fused.bias]))
+        ]
         if self._half:
             mine = [each.unflatten(0, (-1, self._half, 2)).transpose(1, 2).flatten(0, 2) for each in mine]
         return torch.nn.functional.linear(hidden, *mine)
