@@ -99,7 +99,7 @@ def _received_parts(communicator: Upstream) -> tuple[int, int]:
     if config.virtual_pipeline_model_parallel_size is not None:
         raise McaError(
             f"pipeline_model_parallel_layout {layout.input_data!r}: with virtual stages, a dry run cannot have MTP "
-            "layers (m) on another pipeline rank than the loss (L); move m into the stage of L, or plan without --dry_run"
+            "layers (m) on another pipeline rank than the loss (L); move m into the stage of L, or remove --dry_run"
         )
     predicting = next(rank for rank, chunks in enumerate(layout.layout) if LayerType.mtp in chunks[-1])
     rank, parts = communicator.pp_group.rank(), 1 + config.mtp_num_layers
