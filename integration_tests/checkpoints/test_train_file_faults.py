@@ -29,6 +29,10 @@ KINDS = ("save", "resume", "export")
 TURNS = range(len(ERRORS))  # in each of which every site fails, one with this error and the next with another
 
 LOCK = ".mca-train.lock"
+LOOK_UPS = frozenset(
+    "stat64 lstat64 fstat64 fstatat64 statx access open64 opendir readdir64 read close".split()
+)
+"""Functions with which a rank looks into a folder."""
 Found = dict[str, Any]
 
 
@@ -114,7 +118,10 @@ def by_chance(rank: str, fault: Fault) -> bool:
     Rank 0 makes the run's folder to try it and removes it again; another rank may look before, while or after, and
     looks for earlier results (a log, a state, an export) only in a folder.
     """
-    return fault.nth > 1 or (rank != "0" and re.fullmatch(r"0/#(/[^/]+)?", fault.site.split()[1]) is not None)
+    function, path = fault.site.split()[:2]
+    return fault.nth > 1 or (
+        rank != "0" and function in LOOK_UPS and re.fullmatch(r"0/#(/[^/]+)?", path) is not None
+    )
 
 
 @pytest.mark.cases(0, always=["save-0", "resume-0"])

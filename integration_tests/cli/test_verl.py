@@ -480,14 +480,22 @@ def test_the_configuration_for_the_rollout_has_one_rank_and_scale():
     """Engines scale by alpha / rank; SGLang does not read use_rslora."""
     from mca_train.clients.verl.adapters import rollout_config
 
-    def sent(**settings: Any) -> Any:
-        document = {"r": 16, "lora_alpha": 8, "target_modules": ["q_proj"], "lora_dropout": 0.0, **settings}
-        return rollout_config(SimpleNamespace(peft_config=lambda *, per_expert: dict(document)))
+    def sent(*factors: tuple[int, float]) -> Any:
+        document = {
+            "r": 1,
+            "lora_alpha": 1,
+            "use_rslora": True,
+            "target_modules": ["q_proj"],
+            "lora_dropout": 0.0,
+        }
+        rules = SimpleNamespace(factors=[SimpleNamespace(rank=rank, scale=scale) for rank, scale in factors])
+        return rollout_config(SimpleNamespace(rules=rules, peft_config=lambda *, per_expert: dict(document)))
 
-    assert (sent()["lora_alpha"], sent(use_rslora=True)["lora_alpha"]) == (8, 32)  # 32 / 16 = 8 / sqrt(16)
-    assert "use_rslora" not in sent(use_rslora=True)
-    with pytest.raises(McaError, match=r"alpha_pattern of the adapter: .*set model\.lora\.merge to true"):
-        sent(alpha_pattern={"q_proj": 4})
+    found = sent((16, 2.0), (16, 2.0))  # rsLoRA: 8 / sqrt(16)
+    assert (found["r"], found["lora_alpha"]) == (16, 32)
+    assert "use_rslora" not in found
+    with pytest.raises(McaError, match=r"\[\(8, 2.0\), \(16, 2.0\)\].*set model\.lora\.merge to true"):
+        sent((16, 2.0), (8, 2.0))
 
 
 @pytest.mark.cases(0, always=["tp2"])

@@ -395,6 +395,7 @@ CASES: dict[str, tuple[str, str, int, Values]] = {
     "inner layer frozen": ("inner layer", "sft", 8, {PP: 2}),
     "both ways frozen": ("both ways", "sft", 8, {PP: 2}),
     "prediction full": ("prediction", "sft", 8, {EP: 4} | FULL),
+    "prediction apart": ("prediction", "pretrain", 3, {PP: 3, "pipeline_model_parallel_layout": "Ett|ttm|L"}),
 }
 SAMPLE = ("vpp sp", "chunked tp", "experts etp 1", "prediction", "windows", "images")
 

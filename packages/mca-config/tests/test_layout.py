@@ -69,6 +69,7 @@ def test_group_of_holds_the_rank() -> None:
         ),
         ({"expert_model_parallel_size": 4}, 6, ["expert_model_parallel_size 4"]),
         ({}, 0, ["0 processes"]),
+        ({"tensor_model_parallel_size": 2}, 1, ["1 process cannot be divided"]),
     ],
 )
 def test_a_world_that_does_not_divide_names_the_sizes(

@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 
-from mca_config.errors import McaError, UsageError, list_problems, raise_problems
+from mca_config.errors import McaError, UsageError, list_problems, raise_problems, raising_usage_errors
 from mca_config.fields import cast
 from mca_config.redaction import redacted, redacted_values
 from mca_config.streams import SafeStream
@@ -74,3 +74,10 @@ def test_no_message_quotes_a_token_that_a_file_holds():
     with pytest.raises(UsageError, match=r"^hub_token must be ") as caught:
         cast("hub_token", ["abc"], int, words=True)
     assert "abc" not in str(caught.value)
+
+
+def test_a_converted_usage_error_has_one_traceback() -> None:
+    with pytest.raises(UsageError, match="wrong key") as error, raising_usage_errors():
+        raise McaError("wrong key")
+    assert "wrong key" not in str(error.value.__cause__)
+    assert error.value.__suppress_context__

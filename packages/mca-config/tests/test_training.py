@@ -359,6 +359,24 @@ def test_arguments_survive_a_dict_and_a_copy() -> None:
     assert dataclasses.replace(args, seed=1).layout() == args.layout()
 
 
+@pytest.mark.parametrize("as_json", [False, True])
+def test_only_text_of_numbers_in_lr_scheduler_kwargs_becomes_numbers(as_json: bool, tmp_path: Path) -> None:
+    given = {
+        "min_lr": "1e-6",
+        "num": "-4",
+        "power": " .5",
+        "list": ["2e-1"],
+        "decay_type": "1-sqrt",
+        "on": True,
+    }
+    args = TrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, lr_scheduler_kwargs=json.dumps(given) if as_json else given
+    )
+    expected = {"min_lr": 1e-6, "num": -4, "power": 0.5, "list": [0.2], "decay_type": "1-sqrt", "on": True}
+    assert args.lr_scheduler_kwargs == expected
+    assert given["min_lr"] == "1e-6", "the caller's mapping is unchanged"
+
+
 def test_secrets_do_not_print() -> None:
     assert "secret" not in repr(training(hub_token="secret"))
     assert "tensor_model_parallel_size=None" in repr(training())

@@ -84,9 +84,9 @@ def callback(**client):
         ({"ref_model": "a"}, "ref_model: a is not supported .*the reference is the initial model"),
         (
             {"finetuning_type": "lora", "adapter_name_or_path": ["a"], "create_new_adapter": True},
-            "create_new_adapter: a new adapter in addition to others",
+            "create_new_adapter: true is not supported with USE_MCA=1",
         ),
-        ({"finetuning_type": "lora", "adapter_name_or_path": ["a", "b"]}, "merge the adapters into one"),
+        ({"finetuning_type": "lora", "adapter_name_or_path": ["a", "b"]}, "merge them into one"),
         ({"packing": True}, "set neat_packing: true"),
         ({"ignore_pad_token_for_loss": False}, "ignore_pad_token_for_loss: false is not supported"),
     ],

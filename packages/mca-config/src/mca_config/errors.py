@@ -64,7 +64,7 @@ def raising_usage_errors() -> Iterator[None]:
     except UsageError:
         raise
     except McaError as error:
-        raise UsageError(str(error)) from error
+        raise UsageError(str(error)) from None  # a traceback would show the same text twice
 
 
 def with_location(error: McaError, where: object) -> McaError:

@@ -271,16 +271,17 @@ class RankGrid:
 
 
 def _require_divisible(layout: ParallelLayout, world_size: int) -> None:
+    processes = "1 process" if world_size == 1 else f"{world_size} processes"
     if world_size < 1 or world_size % layout.model_parallel_size:
         raise McaError(
-            f"{world_size} processes cannot be divided into tensor_model_parallel_size {layout.tp} x "
+            f"{processes} cannot be divided into tensor_model_parallel_size {layout.tp} x "
             f"context_parallel_size {layout.cp} x pipeline_model_parallel_size {layout.pp} = "
             f"{layout.model_parallel_size}; start a multiple of {layout.model_parallel_size} "
             "(torchrun --nproc-per-node), or change a size"
         )
     if world_size % layout.expert_model_size:
         raise McaError(
-            f"{world_size} processes cannot be divided into expert_tensor_parallel_size {layout.etp} x "
+            f"{processes} cannot be divided into expert_tensor_parallel_size {layout.etp} x "
             f"expert_model_parallel_size {layout.ep} x pipeline_model_parallel_size {layout.pp} = "
             f"{layout.expert_model_size}; start a multiple of {layout.expert_model_size} "
             "(torchrun --nproc-per-node), or change a size"

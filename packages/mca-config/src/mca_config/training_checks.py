@@ -4,7 +4,10 @@
 keys before it imports transformers.
 """
 
+import contextlib
+import json
 import logging
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Literal
@@ -35,6 +38,7 @@ GREATER_IS_BETTER: Mapping[str, bool] = {
 }
 """Direction by name of the metric, without ``eval_`` and the name of a dataset."""
 _logger = logging.getLogger(__name__)
+_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
 _CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
 
 
@@ -46,6 +50,27 @@ def choose_direction(args: HfArguments) -> None:
     matches = (metric for metric in GREATER_IS_BETTER if name == metric or name.endswith(f"_{metric}"))
     metric = max(matches, key=len, default=None)
     args.greater_is_better = None if metric is None else GREATER_IS_BETTER[metric]
+
+
+def read_schedule_settings(settings: Typed) -> Typed:
+    """Return ``lr_scheduler_kwargs``, read from JSON if it is such text, with numbers for the text of numbers.
+
+    YAML reads ``1e-6`` as text, and no type is declared for these values.
+    """
+    if isinstance(settings, str) and settings.lstrip().startswith("{"):
+        with contextlib.suppress(ValueError):
+            settings = json.loads(settings)
+    if isinstance(settings, dict):
+        return {name: _read_numbers(value) for name, value in settings.items()}
+    return settings
+
+
+def _read_numbers(value: Typed) -> Typed:
+    if isinstance(value, list | tuple):
+        return [_read_numbers(entry) for entry in value]
+    if not isinstance(value, str) or not _NUMBER.fullmatch(value.strip()):
+        return value
+    return int(value) if value.strip().lstrip("+-").isdigit() else float(value)
 
 
 @dataclass(kw_only=True)
@@ -63,6 +88,7 @@ class CheckedArguments(MegatronArguments):
         if self.optimizer is None:
             self.optimizer = _require_optimizer(args.optim)
         choose_direction(args)
+        args.lr_scheduler_kwargs = read_schedule_settings(args.lr_scheduler_kwargs)
 
     def _move_checkpointing_to_megatron(self) -> None:
         """Replace HF's gradient checkpointing flags, with which the Trainer would recompute too, by Megatron's."""

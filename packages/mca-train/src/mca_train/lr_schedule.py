@@ -1,13 +1,20 @@
 """`LearningRate`: Hugging Face's learning rate schedules for Megatron's parameter groups."""
 
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from mca_config.types import JsonObject, Values
-from mca_train.config.early_rules import SCHEDULE_ERRORS, SCHEDULE_STEPS, schedule_problem
+from mca_train.config.early_rules import (
+    SCHEDULE_ERRORS,
+    check_rates,
+    check_schedule_settings,
+    checked_steps,
+    schedule_problem,
+)
 
 if TYPE_CHECKING:
     from mca_config.training import TrainingArguments
@@ -66,6 +73,16 @@ class LearningRate:
         if least and (self._by_metric or self.scheduler.last_epoch >= self._warmup):
             return least + (highest - least) * share
         return rate if highest == self._base else highest * share
+
+    def check(self, num_steps: int) -> None:
+        """Compute the rates of a run in advance; a schedule that follows a metric has none.
+
+        Raises:
+            ValueError: A rate is not finite; transformers raises other errors.
+        """
+        if not self._by_metric:
+            function = cast("LambdaLR", self.scheduler).lr_lambdas[0]
+            check_rates(function, self._base, self._warmup, num_steps)
 
     def write(self, groups: Sequence[ParamGroup]) -> None:
         """Set the rate of every one of Megatron's parameter groups."""
@@ -135,8 +152,17 @@ class LearningRate:
 
 def schedule_problems(training: "TrainingArguments") -> Iterator[str]:
     """Build the schedule as a check, because Hugging Face raises many errors about ``lr_scheduler_kwargs``."""
+    from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
+
+    settings, steps = training.lr_scheduler_kwargs or {}, checked_steps(training)
+    schedule = training.lr_scheduler_type.value
+    function = TYPE_TO_SCHEDULER_FUNCTION[training.lr_scheduler_type]
     try:
-        LearningRate(training, training.max_steps if training.max_steps > 0 else SCHEDULE_STEPS)
+        check_schedule_settings(
+            ReduceLROnPlateau if schedule == "reduce_lr_on_plateau" else function, settings
+        )
+        with warnings.catch_warnings(action="ignore"):
+            rate = LearningRate(training, steps)
+        rate.check(steps)
     except SCHEDULE_ERRORS as error:
-        settings = training.lr_scheduler_kwargs or {}
-        yield schedule_problem(training.lr_scheduler_type.value, settings, error)
+        yield schedule_problem(schedule, settings, error)

@@ -62,6 +62,15 @@ def test_a_fused_loss_keeps_logits_in_bf16_instead_of_fp32(tmp_path: Path) -> No
     assert more == TOKENS * VOCABULARY * (4 - 2)
 
 
+def test_the_loss_keeps_the_logits_of_mtp_layers_on_another_chunk(tmp_path: Path) -> None:
+    model = model_of(tmp_path)
+    ((chunk,),) = model.config.pipeline_plan().chunks
+    last = replace(chunk, layers=(), has_embedding=False)
+    predicting = replace(model, config=model.config.replace_fields(mtp_num_layers=2))
+    more = chunk_memory(predicting, last).kept - chunk_memory(model, last).kept
+    assert more == 2 * TOKENS * VOCABULARY * 4
+
+
 def test_evaluation_takes_its_input_the_final_norm_and_logits_twice(tmp_path: Path) -> None:
     """The norm: its input and what it normalizes in fp32, its output in bf16; logits: bf16, softmax in fp32."""
     model = model_of(tmp_path)

@@ -41,12 +41,14 @@ def made(**more: Any) -> Any:
         "mlp": SimpleNamespace(gated_linear_unit=True),
         "head": SimpleNamespace(num_labels=None),
         "padded_vocab_size": 34,
+        "mtp_num_layers": 0,
     }
     layout = {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "etp": 1}
     training = {"fp8": None, "fp8_recipe": None, "overlap_moe_expert_parallel_comm": False}
     training |= {"overlap_grad_reduce": False, "overlap_param_gather": False}
     training |= {"use_distributed_optimizer": True}
     training |= {"accumulate_allreduce_grads_in_fp32": None, "recompute_granularity": None}
+    training |= {"recompute_method": "uniform", "recompute_num_layers": 1}
     config |= {name: more.pop(name) for name in [*more] if name in config}
     layout |= {name: more.pop(name) for name in [*more] if name in layout}
     training |= {name: more.pop(name) for name in [*more] if name in training}
@@ -224,14 +226,24 @@ def test_what_is_computed_again_is_added(modules: set[str], extra: float, monkey
     assert made()._recompute_time(0, seconds) == pytest.approx(extra)
 
 
-@pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize(
-    ("has_embedding", "has_loss", "mtp"), [(True, False, 0), (False, True, 0), (False, True, 2)]
+    ("recomputation", "again"),
+    [
+        ({"recompute_granularity": "selective"}, 0),
+        ({"recompute_granularity": "full", "recompute_num_layers": 2}, None),
+        ({"recompute_granularity": "full", "recompute_method": "block"}, 1),
+        ({"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 4}, 2),
+    ],
+)
+@pytest.mark.parametrize(
+    ("has_embedding", "has_loss", "mtp"),
+    [(True, False, 0), (False, True, 0), (False, True, 2), (False, False, 2)],
 )
 def test_a_chunk_is_its_layers_head_and_media(
-    full: bool, has_embedding: bool, has_loss: bool, mtp: int, monkeypatch: Any
+    recomputation: Any, again: int | None, has_embedding: bool, has_loss: bool, mtp: int, monkeypatch: Any
 ) -> None:
-    each = made(recompute_granularity="full" if full else "selective")
+    """Method uniform repeats all layers, method block the first ones without those of MTP."""
+    each = made(mtp_num_layers=mtp, **recomputation)
     each.model.config.num_layers = 9
     monkeypatch.setattr(
         StepTimeModel, "_layer", lambda self, number: _Layer(10.0 + number, 100.0, number / 2)
@@ -244,9 +256,17 @@ def test_a_chunk_is_its_layers_head_and_media(
     spent = each._chunk(chunk)
     numbers = [2, 3, *[8] * mtp]
     forward, head = sum(10 + n for n in numbers), 1000 * (1 + mtp) * has_loss
+    repeated = sum(10 + n for n in numbers[:again])
     assert spent.forward == forward + head + 5 * has_embedding
-    assert spent.backward == 100 * len(numbers) + forward * full + 2 * head + 7 * has_embedding
+    assert spent.backward == 100 * len(numbers) + repeated + 2 * head + 7 * has_embedding
     assert spent.messages == sum(numbers) / 2
+
+
+def test_the_loss_takes_the_logits_of_mtp_layers_on_another_chunk(monkeypatch: Any) -> None:
+    monkeypatch.setattr(StepTimeModel, "_head", lambda self: 1000.0)
+    chunk: Any = SimpleNamespace(layers=(), mtp_layers=(), has_loss=True, has_embedding=False)
+    spent = made(mtp_num_layers=2)._chunk(chunk)
+    assert (spent.forward, spent.backward) == (3000, 2 * 3000)
 
 
 @pytest.mark.parametrize("reduces", [False, True])

@@ -3,10 +3,13 @@
 import argparse
 import contextlib
 import inspect
+import itertools
 import json
+import math
 import os
 import subprocess
 import sys
+import warnings
 from dataclasses import fields
 from pathlib import Path
 
@@ -74,7 +77,10 @@ USAGES = (
         ["sft", "RUN", "--lr_scheduler_type", "polynomial", "--lr_scheduler_kwargs", '{"lr_end": 1}'],
         "lr_end (1) must be smaller than initial lr",
     ),
-    (["sft", "RUN", "--lr_scheduler_type", "warmup_stable_decay"], "missing 1 required positional argument"),
+    (
+        ["sft", "RUN", "--lr_scheduler_type", "warmup_stable_decay"],
+        "set num_decay_steps in lr_scheduler_kwargs",
+    ),
     (
         ["plan", "sft", "RUN", "--lr_scheduler_type", "cosine_with_min_lr"],
         "One of min_lr or min_lr_rate should be set",
@@ -242,11 +248,25 @@ def test_modules_of_a_tower_are_known_where_it_is_trained(tmp_path):
     assert "['qkv'] matches no linear" in problems()[0]
 
 
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"freeze": ["vision", "projector", "language"]}, "are all parts, so no parameter would be trained"),
+        ({"vision_learning_rate": 1e-6, "freeze": [], "lora_rank": 2}, "an adapter has one learning rate"),
+        ({"vision_learning_rate": 1e-6}, "vision_learning_rate: vision is frozen"),
+    ],
+)
+def test_parts_that_cannot_be_trained_are_reported_early(keys, message, tmp_path):
+    (tmp_path / "config.json").write_text((VISION / "qwen2.5-vl-72b.json").read_text())
+    (problem,) = plan_problems(TASKS["sft"], {"model_name_or_path": str(tmp_path)} | keys, "", PlanOptions())
+    assert message in problem
+
+
 SCHEDULES = (
     ("linear", {}, {}),
     ("cosine", {"num_cycles": "two"}, {"warmup_steps": 0.1}),
     ("cosine", {"num_cycles": "two"}, {}),
-    ("cosine", {"num_cycles": "two"}, {"warmup_steps": 10}),  # no fault until the warm-up ends
+    ("cosine", {"num_cycles": "two"}, {"warmup_steps": 10}),
     ("cosine_with_restarts", {"num_cycles": 0}, {}),
     ("polynomial", {"lr_end": 1.0}, {}),
     ("polynomial", {"power": None}, {}),
@@ -266,7 +286,115 @@ def test_values_of_a_schedule_are_checked_as_transformers_does(schedule, setting
     path = Path(run(lr_scheduler_type=schedule, lr_scheduler_kwargs=settings, **others))
     values = yaml.safe_load(path.read_text())
     early, full = (make_settings(TASKS["sft"], values, "", early=early).training for early in (True, False))
-    assert list(early_rules.schedule_value_problems(early)) == list(schedule_problems(full))
+    problems = list(early_rules.schedule_value_problems(early))
+    assert problems == list(schedule_problems(full))
+    correct = schedule == "linear" or (settings, others) == ({"num_decay_steps": 4}, {"max_steps": 10})
+    correct = correct or settings in ({"min_lr": 1e-6}, {"num_cycles": 0})
+    assert len(problems) == (0 if correct else 1)
+
+
+CORRECT = {
+    "polynomial": {"lr_end": 1e-7},
+    "cosine_with_min_lr": {"min_lr": 1e-6, "num_cycles": 0.5},
+    "cosine_warmup_with_min_lr": {"min_lr_rate": 0.1, "warmup_lr_rate": 1e-2},
+    "warmup_stable_decay": {"num_decay_steps": 10, "num_stable_steps": 5, "decay_type": "1-sqrt"},
+    "reduce_lr_on_plateau": {"factor": 0.5, "min_lr": [1e-6], "mode": "max"},
+    "greedy": {"min_lr": [1e-6], "smooth": True},
+}
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 5}
+
+
+@pytest.mark.parametrize("schedule", [kind.value for kind in SchedulerType])
+def test_correct_schedules_have_no_problem_and_no_warning(schedule, run):
+    for settings in {"{}": {}, str(CORRECT.get(schedule)): CORRECT.get(schedule, {})}.values():
+        if not settings and schedule in (
+            "cosine_with_min_lr",
+            "cosine_warmup_with_min_lr",
+            "warmup_stable_decay",
+        ):
+            continue  # these need a setting
+        values = yaml.safe_load(
+            Path(
+                run(lr_scheduler_type=schedule, lr_scheduler_kwargs=settings, max_steps=-1, **EVALUATED)
+            ).read_text()
+        )
+        early, full = (
+            make_settings(TASKS["sft"], values, "", early=early).training for early in (True, False)
+        )
+        for warmup, steps in itertools.product((0, 1, 10, 0.1, 0.9999, 5000), (-1, 20, 20000)):
+            for training, problems in (
+                (early, early_rules.schedule_value_problems),
+                (full, schedule_problems),
+            ):
+                training.warmup_steps, training.max_steps = warmup, steps
+                with warnings.catch_warnings(record=True, action="always") as warned:
+                    found = list(problems(training))
+                # a polynomial decay over no steps divides by 0 at the end of the run
+                without_decay = schedule == "polynomial" and (warmup, steps) == (0.9999, 20)
+                assert (bool(found), warned) == (without_decay, []), (warmup, steps)
+
+
+NUMBERS = "{min_lr: 1e-6, num_cycles: '2'}"
+
+
+@pytest.mark.parametrize("flags", [[], ["--lr_scheduler_kwargs", '{"min_lr": "1e-6", "num_cycles": "2"}']])
+def test_the_text_of_a_number_in_lr_scheduler_kwargs_is_a_number(flags, run, tmp_path):
+    file = Path(run(lr_scheduler_type="cosine_with_min_lr"))
+    if not flags:
+        file.write_text(f"{file.read_text()}\nlr_scheduler_kwargs: {NUMBERS}\n")
+    values, where = load_values(file, flags)
+    for early in (True, False):
+        training = make_settings(TASKS["sft"], values, where, early=early).training
+        found = training.lr_scheduler_kwargs
+        assert found == {"min_lr": 1e-6, "num_cycles": 2}
+        assert [*map(type, found.values())] == [float, int]
+    assert not [*early_rules.schedule_value_problems(training), *schedule_problems(training)]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "settings", "message"),
+    [
+        ("warmup_stable_decay", {}, "num_decay_steps is missing; set num_decay_steps in lr_scheduler_kwargs"),
+        (
+            "polynomial",
+            {"lr_end": "low"},
+            "lr_end is 'low'; expected a number; set lr_end in lr_scheduler_kwargs",
+        ),
+        ("cosine", {"num_cycles": None}, "num_cycles is None; expected a number; set num_cycles in"),
+        ("inverse_sqrt", {"timescale": -5}, "the schedule cannot be computed ("),
+        (
+            "warmup_stable_decay",
+            {"num_decay_steps": 4, "num_cycles": ".inf"},
+            "num_cycles is '.inf'; expected",
+        ),
+        ("polynomial", {"lr_end": 1}, "; change lr_scheduler_kwargs, learning_rate or warmup_steps"),
+    ],
+)
+def test_wrong_values_of_a_schedule_are_named_with_the_fix(schedule, settings, message, run):
+    file = run(lr_scheduler_type=schedule, lr_scheduler_kwargs=settings, warmup_steps=10)
+    values = yaml.safe_load(Path(file).read_text())
+    for early, problems in ((True, early_rules.schedule_value_problems), (False, schedule_problems)):
+        (problem,) = problems(make_settings(TASKS["sft"], values, "", early=early).training)
+        assert message in problem
+
+
+def test_a_rate_that_is_not_finite_is_a_problem(run):
+    values = yaml.safe_load(Path(run(lr_scheduler_type="warmup_stable_decay", max_steps=20)).read_text())
+    values["lr_scheduler_kwargs"] = {"num_decay_steps": 4, "min_lr_ratio": math.inf}
+    for early, problems in ((True, early_rules.schedule_value_problems), (False, schedule_problems)):
+        (problem,) = problems(make_settings(TASKS["sft"], values, "", early=early).training)
+        assert "the rate of step 20 is inf" in problem
+
+
+def test_values_of_a_schedule_that_follows_a_metric_are_checked_with_torch(run):
+    for settings, message in (
+        ({"mode": "bad"}, "mode bad is unknown"),
+        ({"patience": "long"}, "patience is 'long'"),
+    ):
+        file = run(lr_scheduler_type="reduce_lr_on_plateau", lr_scheduler_kwargs=settings, **EVALUATED)
+        values = yaml.safe_load(Path(file).read_text())
+        (problem,) = schedule_problems(make_settings(TASKS["sft"], values, "").training)
+        assert message in problem
 
 
 def test_some_values_of_schedules_are_wrong_and_all_schedules_with_settings_are_checked():

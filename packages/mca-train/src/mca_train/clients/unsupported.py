@@ -7,7 +7,7 @@ from mca_config.types import Values
 from mca_train.clients.llama_factory_keys import DATA, FINETUNING, MEGATRON, MODEL, Key
 from mca_train.reference.keys import format_default
 
-_FACADE = "is not supported by the mcore_adapter facade"
+_UNSUPPORTED = "is not supported with USE_MCA=1"
 
 
 def problems(client: Values, args: Values) -> Iterator[str]:
@@ -20,12 +20,12 @@ def problems(client: Values, args: Values) -> Iterator[str]:
     yield from _set_keys({**MODEL, **DATA, **FINETUNING}, client)
     stage, method = client.get("stage", "sft"), client.get("finetuning_type", "full")
     if method not in ("full", "lora"):
-        yield f"finetuning_type: {method} {_FACADE}; set full or lora"
+        yield f"finetuning_type: {method} {_UNSUPPORTED}; set full or lora"
     if method == "lora" and (paths := client["adapter_name_or_path"]):
         if len(paths) > 1:
-            yield f"adapter_name_or_path: {len(paths)} adapters {_FACADE}; merge the adapters into one"
+            yield f"adapter_name_or_path: more than one adapter ({len(paths)}) {_UNSUPPORTED}; merge them into one"
         if client.get("create_new_adapter"):
-            yield f"create_new_adapter: a new adapter in addition to others {_FACADE}; merge the others first"
+            yield f"create_new_adapter: true {_UNSUPPORTED} with adapter_name_or_path; merge that adapter first"
     if stage == "sft" and client.get("packing") and not client.get("neat_packing"):
         yield (
             "packing: true without neat_packing lets samples attend to each other with positions that restart, "
@@ -44,7 +44,7 @@ def _set_keys(keys: Mapping[str, Key], values: Values) -> Iterator[str]:
     """Yield an error for each of ``values`` that its row of the table rejects."""
     for name, key in keys.items():
         if name in values and key.rejects(value := values[name]):
-            yield f"{name}: {format_default(value)} {_FACADE}; {key.note}"
+            yield f"{name}: {format_default(value)} {_UNSUPPORTED}; {key.note}"
 
 
 def reject_unsupported(client: Values, args: Values) -> None:

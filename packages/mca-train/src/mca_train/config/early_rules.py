@@ -6,13 +6,11 @@ A source of another form reports nothing; `mca_config.TrainingArguments` and `lr
 import __future__
 
 import ast
-import contextlib
 import inspect
-import json
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from functools import cache, partial
 from importlib.util import find_spec
@@ -20,7 +18,7 @@ from pathlib import Path
 from typing import cast
 
 from mca_config.training_checks import report_problems
-from mca_config.types import HfArguments
+from mca_config.types import HfArguments, Typed
 
 _PACKAGES = {"azure_ml": ("azureml",), "tensorboard": ("tensorboard", "tensorboardX")}
 """Packages of which one must be installed, for names that differ from their package."""
@@ -33,7 +31,7 @@ SCHEDULE_STEPS = 1000
 """Steps of a schedule that is built only as a check."""
 SCHEDULE_ERRORS = (TypeError, ValueError, KeyError, AttributeError, ArithmeticError)
 """Errors of transformers about the values of a schedule."""
-_FROM_THE_RUN = ("optimizer", "num_warmup_steps", "num_training_steps")
+_FROM_THE_RUN = ("optimizer", "num_warmup_steps", "num_training_steps", "last_epoch")
 
 
 def integration_problems(args: HfArguments) -> Iterator[str]:
@@ -56,7 +54,7 @@ def is_installed(name: str) -> bool:
 
 def schedule_key_problems(args: HfArguments) -> Iterator[str]:
     """Yield an error for ``lr_scheduler_kwargs`` that are no mapping, or that the schedule does not have."""
-    settings, schedule = _schedule_settings(args), args.lr_scheduler_type
+    settings, schedule = args.lr_scheduler_kwargs, args.lr_scheduler_type
     if not settings:
         return
     if not isinstance(settings, dict):
@@ -70,36 +68,85 @@ def schedule_key_problems(args: HfArguments) -> Iterator[str]:
         yield f"lr_scheduler_kwargs: lr_scheduler_type {name} has no {', '.join(unknown)}; {advice}"
 
 
-def _schedule_settings(args: HfArguments) -> object:
-    """Return ``lr_scheduler_kwargs``, read from JSON if it is text that can be read."""
-    settings: object = args.lr_scheduler_kwargs
-    if isinstance(settings, str):
-        with contextlib.suppress(ValueError):
-            settings = json.loads(settings)
-    return settings
-
-
 def schedule_problem(name: str, settings: object, error: Exception) -> str:
     """Return the message of a schedule that cannot be built."""
-    return f"lr_scheduler_type {name} with lr_scheduler_kwargs {settings}: {' '.join(str(error).split())}"
+    text = " ".join(str(error).split())
+    if isinstance(error, _ScheduleError):
+        return f"lr_scheduler_type {name} with lr_scheduler_kwargs {settings}: {text}"
+    if not isinstance(error, ValueError) or text == "math domain error":
+        text = f"the schedule cannot be computed ({text})"
+    advice = "change lr_scheduler_kwargs, learning_rate or warmup_steps"
+    return f"lr_scheduler_type {name} with lr_scheduler_kwargs {settings}: {text}; {advice}"
+
+
+class _ScheduleError(ValueError):
+    """Error of a setting, with the fix in its message."""
+
+
+def check_schedule_settings(schedule: Callable[..., object], settings: Mapping[str, Typed]) -> None:
+    """Check that the settings of a schedule are complete, and numbers where its function takes numbers.
+
+    Raises:
+        ValueError: A setting is missing or has a wrong type.
+    """
+    for name, parameter in inspect.signature(schedule).parameters.items():
+        default = parameter.default
+        if name in _FROM_THE_RUN or parameter.kind is parameter.VAR_KEYWORD:
+            continue
+        if name not in settings:
+            if default is parameter.empty:
+                raise _ScheduleError(f"{name} is missing; set {name} in lr_scheduler_kwargs")
+        elif not isinstance(default, str):
+            value = settings[name]
+            if isinstance(value, str | dict) or (value is None and default is not None):
+                raise _ScheduleError(
+                    f"{name} is {value!r}; expected a number; set {name} in lr_scheduler_kwargs to a number"
+                )
+
+
+def check_rates(rate: Callable[[int], float], base: float, warmup: int, steps: int) -> None:
+    """Compute the rates of some steps: the first, that after the warm-up, the last, and steps between them.
+
+    Args:
+        rate: Function of a schedule that returns the factor of a step.
+        base: Highest rate.
+        warmup: Steps of the warm-up.
+        steps: Steps of the run, after which the schedule advances once more.
+
+    Raises:
+        ValueError: A rate is not finite; transformers raises other errors.
+    """
+    between = range(0, steps, max(steps // SCHEDULE_STEPS, 1))
+    for step in sorted({*between, min(warmup, steps), max(steps - 1, 0), steps}):
+        value = base * rate(step)
+        if not math.isfinite(value):
+            raise ValueError(f"the rate of step {step} is {value}")
+
+
+def checked_steps(args: HfArguments) -> int:
+    """Return the steps of a schedule that is built as a check; unknown ones are more than those of the warm-up."""
+    if args.max_steps > 0:
+        return int(args.max_steps)
+    warmup = args.warmup_steps
+    return max(SCHEDULE_STEPS, 2 * int(warmup) if warmup >= 1 else math.ceil(2 / (1 - warmup)))
 
 
 def schedule_value_problems(args: HfArguments) -> Iterator[str]:
     """Build the schedule as a check, as `lr_schedule.schedule_problems` does, but without torch."""
-    settings, schedule = _schedule_settings(args) or {}, args.lr_scheduler_type
+    settings, schedule = args.lr_scheduler_kwargs or {}, args.lr_scheduler_type
     function = _schedule_functions().get(schedule.name if isinstance(schedule, Enum) else schedule.upper())
     if function is None or not isinstance(settings, dict):
         return
-    steps = args.max_steps if args.max_steps > 0 else SCHEDULE_STEPS
-    warmup = args.warmup_steps
-    given = {
-        "optimizer": _Carrier(float(args.learning_rate)),
-        "num_warmup_steps": int(warmup) if warmup >= 1 else math.ceil(steps * warmup),
-        "num_training_steps": steps,
-    }
+    steps, base, warmup = checked_steps(args), float(args.learning_rate), args.warmup_steps
+    warmup = int(warmup) if warmup >= 1 else math.ceil(steps * warmup)
+    given = {"optimizer": _Carrier(base), "num_warmup_steps": warmup, "num_training_steps": steps}
     known = inspect.signature(function).parameters
+    given = {name: value for name, value in given.items() if name in known}
     try:
-        function(**{name: value for name, value in given.items() if name in known}, **settings)
+        check_schedule_settings(function, settings)
+        with warnings.catch_warnings(action="ignore"):
+            rate = cast("Callable[[int], float]", function(**given, **settings))
+        check_rates(rate, base, warmup, steps)
     except NameError:
         return  # the source needs more than `_schedule_functions` provides
     except SCHEDULE_ERRORS as error:
@@ -117,14 +164,16 @@ class _Carrier:
         self.defaults = {"lr": rate}
 
 
-def _first_rate(optimizer: _Carrier, function: Callable[[int], float], last_epoch: int = -1) -> float:
-    """Return the first rate, which torch's ``LambdaLR`` computes when it is built."""
-    return optimizer.defaults["lr"] * function(last_epoch + 1)
+def _schedule_rate(
+    optimizer: _Carrier, function: Callable[[int], float], last_epoch: int = -1
+) -> Callable[[int], float]:
+    """Return the function of the rates, in place of torch's ``LambdaLR``."""
+    return function
 
 
 @cache
 def _schedule_functions() -> dict[str, Callable[..., object]]:
-    """Return the functions of `schedule_parameters`, from the source, with the first rate in place of a schedule."""
+    """Return the functions of `schedule_parameters`, from the source; they return the function of the rates."""
     nodes, known = _schedule_nodes()
     if not known:
         return {}
@@ -133,7 +182,7 @@ def _schedule_functions() -> dict[str, Callable[..., object]]:
         "math": math,
         "partial": partial,
         "warnings": warnings,
-        "LambdaLR": _first_rate,
+        "LambdaLR": _schedule_rate,
     }
     code = compile(
         ast.Module([*functions], []), "optimization.py", "exec", __future__.annotations.compiler_flag
@@ -151,7 +200,7 @@ def schedule_parameters() -> dict[str, tuple[str, ...]]:
     found = {}
     for schedule, function in _schedule_nodes()[1].items():
         names = (each.arg for each in (*function.args.args, *function.args.kwonlyargs))
-        found[schedule] = tuple(each for each in names if each not in (*_FROM_THE_RUN, "last_epoch"))
+        found[schedule] = tuple(each for each in names if each not in _FROM_THE_RUN)
     return found
 
 

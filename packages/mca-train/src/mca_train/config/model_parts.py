@@ -45,30 +45,49 @@ def part_problems(
     training: "TrainingArguments", lora: LoraArguments, config: McaModelConfig, megatron: "MegatronConfig"
 ) -> Iterator[str]:
     """Yield problems of keys about parts: absent or frozen parts, and parts that cannot be trained in this way."""
-    keys = [key for key in _KEYS if getattr(training, key) is not None]
+    yield from early_part_problems(training, lora, config)
+    path = lora.adapter_name_or_path
+    if config.vision is None or (path is not None and _part_keys(training)):
+        return
+    if _trained_parts(training, path, config) - {"language"}:
+        from mca_models.megatron.features.media import image_problems
+
+        yield from image_problems(config, config.layout, megatron)
+
+
+def early_part_problems(
+    training: "TrainingArguments", lora: LoraArguments, config: McaModelConfig
+) -> Iterator[str]:
+    """Yield the problems of `part_problems` that need no torch."""
     yield from absent_parts(training, config)
     if config.vision is None:
         return
-    path = lora.adapter_name_or_path
+    path, keys = lora.adapter_name_or_path, _part_keys(training)
     if path is not None and keys:
         yield f"{', '.join(keys)}: the adapter of adapter_name_or_path has its own settings; remove the key"
         return
-    trained = trained_parts(training, config) if path is None else adapted_parts(path, config)
+    trained = _trained_parts(training, path, config)
     if not trained:
         parts = ", ".join(model_parts(config))
         yield f"freeze: {parts} are all parts, so no parameter would be trained; remove one of them"
     yield from trained_problems(training, trained, adapted=lora.is_enabled)
-    if trained - {"language"}:
-        from mca_models.megatron.features.media import image_problems
 
-        yield from image_problems(config, config.layout, megatron)
+
+def _part_keys(training: "TrainingArguments") -> list[str]:
+    return [key for key in _KEYS if getattr(training, key) is not None]
+
+
+def _trained_parts(
+    training: "TrainingArguments", adapter: str | None, config: McaModelConfig
+) -> frozenset[Part]:
+    return trained_parts(training, config) if adapter is None else adapted_parts(adapter, config)
 
 
 def absent_parts(training: "TrainingArguments", config: McaModelConfig) -> Iterator[str]:
     """Yield problems of keys about parts that a model does not have."""
     parts = model_parts(config)
     if len(parts) == 1:
-        if keys := [key for key in _KEYS if getattr(training, key) is not None]:
+        if keys := _part_keys(training):
             yield f"{', '.join(keys)}: a {config.model_type} model has one part; remove the key"
         return
     having = f"a {config.model_type} model has no such part, only {', '.join(parts)}"

@@ -11,6 +11,7 @@ from importlib import import_module
 import torch
 import torch.distributed as dist
 
+from mca_config.errors import McaError
 from mca_models.megatron.platform import replaced
 from mca_train.types import Upstream
 
@@ -55,6 +56,54 @@ def _gather_same_object(found: list[Upstream], value: object, group: object = No
 
 def _skip_broadcast(*_: object, **__: object) -> None:
     """Do nothing: this rank's values are used in place of the source's."""
+
+
+@contextmanager
+def receive_known_shapes() -> Iterator[None]:
+    """Context in which pipeline stages that ask for the shape of a message receive the shape of a real run.
+
+    Megatron asks with ``variable_seq_lengths``, and if MTP layers are on another pipeline rank than the loss.
+    """
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    ask, communicate = P2PCommunicator._communicate_shapes, P2PCommunicator._communicate
+    shapes: list[Upstream] = []  # of the running call
+
+    def answered(communicator: Upstream, *args: Upstream) -> Upstream:
+        ask(communicator, *args)  # its messages count
+        length, *rest = shapes[-1] or (0, 0, 0)  # None: nothing is received
+        return tuple([length * parts, *rest] for parts in _received_parts(communicator))
+
+    def communicated(communicator: Upstream, *, tensor_shape: Upstream, **options: Upstream) -> Upstream:
+        shapes[:] = [tensor_shape]
+        return communicate(communicator, tensor_shape=tensor_shape, **options)
+
+    with (
+        replaced(P2PCommunicator, "_communicate_shapes", answered),
+        replaced(P2PCommunicator, "_communicate", communicated),
+    ):
+        yield
+
+
+def _received_parts(communicator: Upstream) -> tuple[int, int]:
+    """Return the number of hidden states in a message from the previous and in a gradient from the next stage.
+
+    From the stage of MTP layers to that of the loss, they are those of the model and of each MTP layer.
+    """
+    from megatron.core.transformer.enums import LayerType
+
+    config = communicator.config
+    if not config.mtp_standalone:
+        return 1, 1
+    layout = config.pipeline_model_parallel_layout
+    if config.virtual_pipeline_model_parallel_size is not None:
+        raise McaError(
+            f"pipeline_model_parallel_layout {layout.input_data!r}: with virtual stages, a dry run cannot have MTP "
+            "layers (m) on another pipeline rank than the loss (L); move m into the stage of L, or remove --dry_run"
+        )
+    predicting = next(rank for rank, chunks in enumerate(layout.layout) if LayerType.mtp in chunks[-1])
+    rank, parts = communicator.pp_group.rank(), 1 + config.mtp_num_layers
+    return parts if rank > predicting else 1, parts if rank >= predicting else 1
 
 
 @contextmanager

@@ -24,7 +24,11 @@ from mca_train.batching.loaders import iterate_steps
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.config.model import make_adapter, model_config
 from mca_train.config.model_parts import trained_parts
-from mca_train.dry_run.fake_process_group import fake_process_group, replace_moved_parameters
+from mca_train.dry_run.fake_process_group import (
+    fake_process_group,
+    receive_known_shapes,
+    replace_moved_parameters,
+)
 from mca_train.dry_run.fake_values import FakeValues
 from mca_train.dry_run.passes import PassTracer, schedule_order
 from mca_train.dry_run.samples import (
@@ -125,6 +129,7 @@ def measure_step(
         for context in (
             fake_process_group(rank, world_size),
             replace_moved_parameters(),
+            receive_known_shapes(),
             _skip_optimizer_value_checks(),
         ):
             stack.enter_context(context)

@@ -111,7 +111,8 @@ def chunk_memory(model: ChunkSpec, chunk: PipelineChunk, *, worst: bool = False)
         channels = _per_layer_channels(model.config)
         parts = [PassMemory(model.per_layer + model.norm(channels, output=False)), *parts]
     parts += [_mtp_memory(model)] * len(chunk.mtp_layers)
-    parts += [_output_memory(model, 1 + len(chunk.mtp_layers))] if chunk.has_loss else []
+    # logits of all MTP layers, also of those on another chunk
+    parts += [_output_memory(model, 1 + model.config.mtp_num_layers)] if chunk.has_loss else []
     kept = sum(part.kept for part in parts) + _boundary_tensors(model, chunk)
     if not parts:
         return PassMemory(kept)

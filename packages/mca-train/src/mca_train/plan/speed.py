@@ -137,16 +137,26 @@ class StepTimeModel:
         layers = [self._layer(number) for number in chunk.layers]
         if chunk.mtp_layers:
             layers += [self._layer(self.model.config.num_layers - 1)] * len(chunk.mtp_layers)
-        head = self._head() * (1 + len(chunk.mtp_layers)) if chunk.has_loss else 0.0
-        again = 1.0 if self.model.training.recompute_granularity == "full" else 0.0
+        # logits of all MTP layers, also of those on another chunk
+        head = self._head() * (1 + self.model.config.mtp_num_layers) if chunk.has_loss else 0.0
         forward = sum(layer.forward for layer in layers)
-        backward = sum(layer.backward + layer.forward * again for layer in layers)
+        again = sum(layer.forward for layer in layers[: self._recomputed(chunk)])
+        backward = sum(layer.backward for layer in layers) + again
         images, of_images = self._images() if chunk.has_embedding else (0.0, 0.0)
         return _Layer(
             forward + head + images,
             backward + self._backward_ratio * head + of_images,
             sum(layer.messages for layer in layers),
         )
+
+    def _recomputed(self, chunk: PipelineChunk) -> int:
+        """Return how many of the layers of ``chunk``, then of its MTP layers, full recomputation repeats."""
+        training = self.model.training
+        if training.recompute_granularity != "full":
+            return 0
+        if training.recompute_method == "block":
+            return min(training.recompute_num_layers or 1, len(chunk.layers))
+        return len(chunk.layers) + len(chunk.mtp_layers)
 
     @property
     def _backward_ratio(self) -> float:

@@ -2,8 +2,8 @@
 
 The checks here need neither torch nor transformers, whose imports take 5 to 10 seconds (`early_arguments` is the class
 of the training arguments without them): they find wrong keys and values, missing files and columns, a model that does
-not fit the layout, and unknown LoRA modules. `mca_train.run.rules.check` repeats them with those that need an import.
-The columns are checked again with the rows.
+not fit the layout, unknown LoRA modules, and parts that cannot be trained. `mca_train.run.rules.check` repeats them
+with those that need an import. The columns are checked again with the rows.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from mca_train.config.arguments import LaunchArguments, LoraArguments
 from mca_train.config.early_arguments import early_arguments
 from mca_train.config.early_rules import schedule_value_problems
 from mca_train.config.model import adapter_problems, model_config, resolve_layout, trained_model
-from mca_train.config.model_parts import absent_parts, trained_parts
+from mca_train.config.model_parts import early_part_problems, trained_parts
 from mca_train.config.renamed_options import RENAMED
 from mca_train.config.run_config import Settings, has_hub_ids
 from mca_train.plan.hardware import load_hardware
@@ -268,7 +268,7 @@ def _data_problems(task: Task, values: Values, where: str) -> Iterator[str]:
 def _layout_problems(
     task: Task, settings: Settings, options: PlanOptions | None = None, ranks: int | None = None
 ) -> Iterator[str]:
-    """Yield problems of reading the architecture, of dividing the model over the ranks, and of its adapter.
+    """Yield problems of reading the architecture, of dividing the model over the ranks, of its adapter and its parts.
 
     A search sets the layout.
     """
@@ -283,7 +283,7 @@ def _layout_problems(
             new_head = model.head.num_labels is not None and stored.head.num_labels is None
             config, parts = replace(model, layout=layout), trained_parts(settings.training, model)
             of_adapter = [*adapter_problems(settings.lora, config, parts, new_head=new_head)]
-            yield from of_adapter or absent_parts(settings.training, config)
+            yield from of_adapter or early_part_problems(settings.training, settings.lora, config)
     except McaError as error:
         yield from list_problems(error)
 

@@ -1,6 +1,5 @@
 """LoRA adapters of verl's models: made or loaded, and sent to the rollout in verl's form."""
 
-import math
 from collections.abc import Iterator
 
 from torch import Tensor
@@ -72,17 +71,21 @@ def rollout_config(models: Upstream) -> JsonObject:
     """
     from peft import PeftType, TaskType
 
-    document = models.peft_config(per_expert=True)
-    if patterns := [name for name in ("rank_pattern", "alpha_pattern") if document.get(name)]:
+    scales = sorted({(pair.rank, pair.scale) for pair in models.rules.factors})
+    if len(scales) > 1:
         raise McaError(
-            f"{', '.join(patterns)} of the adapter: verl's rollouts have one rank and one alpha for all modules; set "
-            "model.lora.merge to true"
+            f"rank_pattern, alpha_pattern: the adapter has the ranks and scales {scales}, and verl's rollouts have one "
+            "of each for all modules; set model.lora.merge to true"
         )
-    if document.get("use_rslora"):  # SGLang reads no use_rslora
-        document["lora_alpha"] *= math.sqrt(document["r"])
-    kept = ("r", "lora_alpha", "target_modules", "exclude_modules", "lora_dropout", "bias")
+    ((rank, scale),) = scales
+    document = models.peft_config(per_expert=True)
+    kept = ("target_modules", "exclude_modules", "lora_dropout", "bias")
     found = {name: document[name] for name in kept if name in document}
-    return {"task_type": TaskType.CAUSAL_LM, "peft_type": PeftType.LORA, "bias": "none"} | found
+    one_scale = {
+        "r": rank,
+        "lora_alpha": scale * rank,
+    }  # also of rsLoRA, whose use_rslora SGLang does not read
+    return {"task_type": TaskType.CAUSAL_LM, "peft_type": PeftType.LORA, "bias": "none"} | one_scale | found
 
 
 def base_weights(base: VirtualModels, config: JsonObject) -> Iterator[tuple[str, Tensor]]:
