@@ -35,7 +35,7 @@ def write(values: Values) -> HfConfig:
 
 CONFIG = ConfigTable(
     fields=(*dense_fields(), *expert_fields(count="n_routed_experts"), SCALED),
-    defaults={"norm_topk_prob": False},
+    defaults={"norm_topk_prob": False, "num_key_value_heads": 32},
     constants={"qk_layernorm": True, **SIGMOID_ROUTER},
     fixed=(SILU, NO_ATTENTION_BIAS, NORMALISED),
     aliases={"num_local_experts": "n_routed_experts"},

@@ -39,6 +39,7 @@ def write(values: Values) -> HfConfig:
 CONFIG = ConfigTable(
     fields=(*dense_fields(eps=1e-5), *expert_fields(count="num_experts", default=64), SCALED),
     defaults={
+        "num_key_value_heads": 32,
         "sliding_window": 4096,
         "first_k_dense_replace": 1,
         "routed_scaling_factor": 2.5,

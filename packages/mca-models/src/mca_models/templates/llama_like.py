@@ -177,7 +177,7 @@ _ALL = (
         "Exaone4ForCausalLM",
         ConfigTable(
             fields=dense_fields(eps=1e-5),
-            defaults={"sliding_window": 4096},
+            defaults={"num_key_value_heads": 32, "sliding_window": 4096},
             constants={"norm_placement": "post", "qk_layernorm": True},
             fixed=(SILU,),
             facts=(ROTATED_WINDOWS,),
@@ -277,7 +277,7 @@ _ALL = (
         "GemmaForCausalLM",
         ConfigTable(
             fields=dense_fields(tied=True),
-            defaults={"head_dim": 256, "pad_token_id": 0, "hidden_act": GELU},
+            defaults={"head_dim": 256, "num_key_value_heads": 16, "pad_token_id": 0, "hidden_act": GELU},
             constants={"hidden_act": GELU, "layernorm_zero_centered_gamma": True},
             fixed=(
                 NO_ATTENTION_BIAS,

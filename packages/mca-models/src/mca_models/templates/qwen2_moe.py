@@ -27,6 +27,7 @@ def derive(hf: HfConfig) -> dict[str, object]:
 
 CONFIG = ConfigTable(
     fields=(*dense_fields(), *expert_fields(count="num_experts", default=60), SHARED_WIDTH),
+    defaults={"num_key_value_heads": 16},
     constants={"add_qkv_bias": True, "moe_shared_expert_gate": True},
     fixed=(SILU, Fixed("qkv_bias", (True,), "all published models have it")),
     facts=(SPARSE_LAYERS, Lens(derive)),
