@@ -187,7 +187,7 @@ def test_dtype_can_be_chosen(saved: Path) -> None:
     [("tp2pp3", "num_layers"), ("tp8", "num_attention_heads"), ("ep2", "no experts")],
 )
 def test_a_layout_that_does_not_fit_is_refused(layout: str, message: str, saved: Path) -> None:
-    with pytest.raises(RanksFailed, match=f"McaError.*{message}"):
+    with pytest.raises(RanksFailed, match=f"UsageError.*{message}"):
         run_ranks(1, load, saved / "hf" / "llama-float32", layout)
 
 
