@@ -21,6 +21,7 @@ def dense() -> McaModelConfig:
             "hidden_size": 64,
             "intermediate_size": 96,
             "num_attention_heads": 4,
+            "num_key_value_heads": 4,
             "vocab_size": 100,
             "max_position_embeddings": 64,
             "tie_word_embeddings": True,
