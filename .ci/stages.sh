@@ -99,7 +99,7 @@ client_environment() {
 verl() {
     local folder=$1
     client_environment "$folder" "$2" .ci/verl.txt
-    "$folder/bin/python" -m pytest -n 0 "${@:3}" integration_tests/cli/test_verl.py
+    "$folder/bin/python" -m pytest -n 0 "${@:3}" integration_tests/cli/test_verl{,_plugin}.py
 }
 
 # llamafactory FOLDER PYTHON ...: its own programs on mca, in a separate environment with the older packages that it needs.

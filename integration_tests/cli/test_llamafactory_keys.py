@@ -174,7 +174,7 @@ EFFECTS: dict[str, tuple[dict[str, Any], Any]] = {
     "max_grad_norm": ({"optim": "sgd"}, 0.01),
     "moe_aux_loss_coeff": (MOE | {"moe_router_load_balancing_type": "aux_loss"}, 1.0),
 }
-"""What a run needs for an argument to have an effect, and a value that changes its losses."""
+"""Argument -> settings of a run in which it has an effect, and a value that changes the losses."""
 
 
 @pytest.mark.qualify

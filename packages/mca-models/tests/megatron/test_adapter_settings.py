@@ -60,7 +60,7 @@ def test_an_adapter_is_gathered_on_one_rank_where_one_receives_it(
     [(None, None, (0, 2, 4 * 3 + 1)), (0, None, (0, 0, 13)), (None, 5, (0, 6, 7)), (1, 5, (0, 0, 7))],
 )
 def test_each_copy_of_a_factor_has_a_number(axis: int | None, expert: int | None, replica: Any) -> None:
-    """Of 3 context ranks; coordinates are all different."""
+    """Use 3 context ranks and coordinates that all differ."""
     param: Any = SimpleNamespace(shard=SimpleNamespace(axis=axis), expert=expert)
     coordinates: Any = SimpleNamespace(tp=2, cp=1, dp=4, etp=6, edp=7)
     assert models._replica(param, coordinates, 3) == replica

@@ -89,7 +89,7 @@ def test_a_manifest_has_the_safetensors_code_of_each_dtype(dtype: torch.dtype) -
 
 
 def test_megatron_reads_a_model_without_optimizer_and_random_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what Megatron-LM compares with its own arguments; the layout's sizes are among them."""
+    """Check the arguments that Megatron-LM compares with its own, among them the layout's sizes."""
     monkeypatch.setattr(torch_dist.features, "positions", lambda config: "rope")
     config = SimpleNamespace(
         num_layers=2,

@@ -202,7 +202,7 @@ class Tower:
     ],
 )
 def test_images_alone_and_together_and_videos_are_computed_apart(counts: list[int], calls: list[Any]) -> None:
-    """An image of four frames of one number each, of which a video takes as many as it has."""
+    """Image of four frames of one number each; a video takes the number of frames that it has."""
     tower: Any = Tower()
     pixels = torch.arange(4.0 * len(counts)).view(len(counts), 4, 1)
     sizes = torch.arange(len(counts))[:, None]

@@ -22,7 +22,7 @@ def test_numbers_that_are_not_exact_become_odd_and_nan_stays_as_it_is() -> None:
 
 
 def test_fp64_is_rounded_once_to_bf16() -> None:
-    """Numbers just beside the middle of two bf16 numbers, which fp32 rounds to the middle."""
+    """Numbers close to the middle of two bf16 numbers, which fp32 rounds to the middle."""
     middle = 1 + 2.0**-8
     numbers = np.array([middle - 2.0**-40, middle + 2.0**-40, -middle - 2.0**-40, np.nan])
     target = np.empty(4, numpy_dtype("BF16"))

@@ -73,14 +73,14 @@ def test_a_checkpoint_is_published_after_its_last_stage(tmp_path: Path, notes: l
         assert path == tmp_path / "partial"
         return [Stage("weights", notes), Stage("optimizer", notes, 2)]
 
-    made.write(tmp_path, begin, lambda: notes.append("told"))
+    made.write(tmp_path, begin, lambda: notes.append("reported"))
     assert notes == [] and made.written == []
     made.advance()
     assert notes == ["weights"]
     made.advance()
     assert notes == ["weights"] and made.written == []
     made.advance()
-    assert notes == ["weights", "optimizer", "publish", "told"] and made.written == [tmp_path]
+    assert notes == ["weights", "optimizer", "publish", "reported"] and made.written == [tmp_path]
     made.advance()
     made.write(tmp_path / "b", lambda path: [Stage("one", notes, 9)], lambda: notes.append("b"))
     made.write(tmp_path / "c", lambda path: [Stage("two", notes, 9)], lambda: notes.append("c"))
@@ -91,24 +91,24 @@ def test_a_checkpoint_is_published_after_its_last_stage(tmp_path: Path, notes: l
 
 def test_without_a_background_a_checkpoint_is_complete_at_once(tmp_path: Path, notes: list[Any]) -> None:
     made = writer.CheckpointWriter(in_background=False)
-    made.write(tmp_path, lambda path: [Stage("weights", notes, 5)], lambda: notes.append("told"))
-    assert notes == ["weights", "publish", "told"]
+    made.write(tmp_path, lambda path: [Stage("weights", notes, 5)], lambda: notes.append("reported"))
+    assert notes == ["weights", "publish", "reported"]
 
 
 def test_a_stage_that_fails_leaves_nothing(tmp_path: Path, notes: list[Any]) -> None:
     made = writer.CheckpointWriter(in_background=True)
     stages = [Stage("weights", notes, error=OSError("broken")), Stage("optimizer", notes)]
-    made.write(tmp_path, lambda path: stages, lambda: notes.append("told"))
+    made.write(tmp_path, lambda path: stages, lambda: notes.append("reported"))
     with pytest.raises(OSError, match="broken"):
         made.finish()
     assert notes == ["weights", "discard"] and made.written == [] and made._stages == []
     with pytest.raises(McaError, match="wrong"), made.finishing_on_error():
-        made.write(tmp_path, lambda path: [Stage("again", notes, 9)], lambda: notes.append("told"))
+        made.write(tmp_path, lambda path: [Stage("again", notes, 9)], lambda: notes.append("reported"))
         raise McaError("wrong")
-    assert notes[2:] == ["again", "publish", "told"]
+    assert notes[2:] == ["again", "publish", "reported"]
     with pytest.raises(KeyError), made.finishing_on_error():
         made.write(tmp_path, lambda path: [Stage("last", notes, 9)], lambda: None)
         raise KeyError
-    assert notes[-1] == "told"
+    assert notes[-1] == "reported"
     made.abandon()
     assert notes[-1] == "discard"

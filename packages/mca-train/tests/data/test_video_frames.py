@@ -38,7 +38,7 @@ CHOSEN = [float(3 * index) for index in range(10)]
     ],
 )
 def test_a_limit_takes_frames_at_equal_distances_up_to_the_last(most: int | None, frames: list[int]) -> None:
-    """Of a multiple of two frames, which the tower merges."""
+    """Take a multiple of two frames, which the tower merges."""
     assert sampled(30, CHOSEN, most) == tuple(frames)
 
 

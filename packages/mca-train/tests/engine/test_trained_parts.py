@@ -43,7 +43,7 @@ class Model:
 
 @pytest.fixture
 def other_ranks(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """What other ranks train of each part asked for."""
+    """Return the list of parameters that other ranks train of each part asked for."""
     found: list[float] = []
 
     def largest(value: float, device: str) -> float:

@@ -282,7 +282,7 @@ def test_tensor_ranks_gather_what_the_others_have(tmp_path: Path) -> None:
 
 
 def test_a_sliding_window_saves_the_scores_of_keys_outside_it(tmp_path: Path) -> None:
-    """Of 8192 queries, those before the window's end see fewer keys."""
+    """Count fewer keys for the queries before the window's end, of 8192."""
     h100 = load_hardware("h100-80")
     config = model_of("qwen3-8b", num_hidden_layers=2)
     whole, windowed = (
