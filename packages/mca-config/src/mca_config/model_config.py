@@ -414,11 +414,6 @@ class McaModelConfig:
 
 def _read_model(model: JsonObject, where: str) -> McaModelConfig:
     """Return the configuration of ``model``, whose sections are JSON objects."""
-    if stray := [key for key in model if key in SECTION_OF]:
-        raise McaError(
-            f"{where}: {stray[0]} is a field of section {SECTION_OF[stray[0]]}; an unreleased version of mca wrote "
-            "this file, convert the model again"
-        )
     made: JsonObject = {}
     problems: list[str] = []
     for name, entry in SECTIONS.items():
@@ -439,7 +434,7 @@ def _read(cls: type[T], values: JsonObject, where: str) -> T:
 
     def unknown(key: str, known: Iterable[str]) -> str:
         if key in SECTION_OF:
-            return f"{key} is a field of section {SECTION_OF[key]}"
+            return f"{key} is a field of section {SECTION_OF[key]}; move it there"
         advice = "remove it, or read the file with the version of mca that wrote it"
         return f"unknown key {key}{suggestion(key, known, advice)}"
 
