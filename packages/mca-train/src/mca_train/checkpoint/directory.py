@@ -9,7 +9,7 @@ from mca_config.files import read_json
 from mca_models.megatron.distributed.collectives import run_on_first_rank
 from mca_train.batching.position import RunPosition
 from mca_train.checkpoint import integrity
-from mca_train.checkpoint.loop_state import LoopState, Totals
+from mca_train.checkpoint.loop_state import LoopState
 from mca_train.checkpoint.output_files import (
     PREFIX,
     STATE_FILE,
@@ -119,10 +119,11 @@ def load_position(checkpoint: Path) -> RunPosition:
     folder = checkpoint / TRAINING
     if not (folder / "optimizer.json").is_file():
         raise UsageError(f"{checkpoint}: holds no optimizer state (save_only_model?); training cannot resume")
+    path = folder / "position.json"
     try:
-        return RunPosition(**json.loads((folder / "place.json").read_text()))
+        return RunPosition(**json.loads(path.read_text()))
     except (OSError, ValueError, TypeError) as error:
-        raise McaError(f"{folder / 'place.json'}: cannot be read ({error}); training cannot resume") from None
+        raise McaError(f"{path}: cannot be read ({error}); training cannot resume") from None
 
 
 def require_kind(checkpoint: Path, kind: str) -> None:
@@ -131,8 +132,8 @@ def require_kind(checkpoint: Path, kind: str) -> None:
     Raises:
         McaError: The kinds differ, or the checkpoint cannot be read.
     """
-    saved = load_loop_state(checkpoint, 0).run_kind
-    if saved not in (None, kind):
+    saved = load_loop_state(checkpoint).run_kind
+    if saved != kind:
         raise UsageError(
             f"resume_from_checkpoint: {checkpoint} is of a {saved} run, this is {kind}; to use its model, remove "
             "resume_from_checkpoint, set it as model_name_or_path (an adapter as adapter_name_or_path), and set "
@@ -140,11 +141,9 @@ def require_kind(checkpoint: Path, kind: str) -> None:
         )
 
 
-def load_loop_state(checkpoint: Path, step: int) -> LoopState:
-    """Return the loop state after ``step``; empty in checkpoints of earlier versions."""
-    path = checkpoint / TRAINING / "carried.json"
-    if not path.is_file():
-        return LoopState(totals=Totals(updates=step, logged=step))
+def load_loop_state(checkpoint: Path) -> LoopState:
+    """Return the loop state of a checkpoint."""
+    path = checkpoint / TRAINING / "loop_state.json"
     try:
         return LoopState.from_dict(json.loads(path.read_text()))
     except (OSError, ValueError, TypeError, KeyError) as error:

@@ -98,8 +98,8 @@ class Loop:
         self._logger.restore(loop_state)
         first_epoch = progress.position.epoch
         if checkpoint is not None:
-            epoch_ended = progress.position.ended or not sampler.steps_after(progress.position.samples)
-            self._catch_up(loop_state.due, over=epoch_ended or first_step >= length.max_steps)
+            epoch_ended = progress.position.epoch_ended or not sampler.steps_after(progress.position.samples)
+            self._catch_up(loop_state.pending, over=epoch_ended or first_step >= length.max_steps)
             first_epoch += epoch_ended
         for epoch in range(first_epoch, length.num_epochs):
             if hf.control.should_training_stop or hf.state.global_step >= length.max_steps:
@@ -122,9 +122,9 @@ class Loop:
         if checkpoint is not None:
             with naming_read_errors(checkpoint):
                 training.load(checkpoint, saved_weights(self._model, checkpoint))
-            rate.move(length.schedule_done - progress.position.schedule)
+            rate.move(length.schedule_done - progress.position.schedule_steps)
         rate.write_decay(engine.optimizer.param_groups)
-        progress.position = replace(progress.position, schedule=length.schedule_done)
+        progress.position = replace(progress.position, schedule_steps=length.schedule_done)
         hf.set_optimizer(engine.optimizer, rate.scheduler)
         return training
 

@@ -218,7 +218,7 @@ class Saver:
             hf._load_callback_state()
             if directory.reset_best_metric(hf.state, checkpoint, hf.args):
                 reset_patience(callbacks)
-            loop_state = directory.load_loop_state(checkpoint, hf.state.global_step)
+            loop_state = directory.load_loop_state(checkpoint)
         hf.state.train_batch_size = hf.args.per_device_train_batch_size
         hf.state.is_world_process_zero = hf.is_world_process_zero()
         hf.state.is_local_process_zero = hf.is_local_process_zero()
@@ -235,11 +235,11 @@ class Saver:
 
     def training_state(self) -> TrainingState:
         """Return what a checkpoint holds of optimizer, schedule, random states and position."""
-        training, place = self._runner.training, self._progress.position
+        training, position = self._runner.training, self._progress.position
         control, state = self._hf.control, self._hf.state
         # a callback that sets both flags ends a run that may resume there
         early = state.global_step < state.max_steps
         paused = control.should_training_stop and early and not self._watch.stopped
-        ended = place.ended or (control.should_epoch_stop and not paused)
-        place = replace(place, ended=bool(ended))
-        return TrainingState(training.engine, training.rate, self._hf.ranks, place)
+        ended = position.epoch_ended or (control.should_epoch_stop and not paused)
+        position = replace(position, epoch_ended=bool(ended))
+        return TrainingState(training.engine, training.rate, self._hf.ranks, position)
