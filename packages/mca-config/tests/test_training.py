@@ -429,6 +429,16 @@ def test_contradictions_of_intervals_are_named_with_the_fix(given, message, tmp_
         transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **given)
 
 
+def test_the_best_model_needs_a_metric(tmp_path):
+    with pytest.raises(McaError, match="save_strategy best needs metric_for_best_model; set it"):
+        TrainingArguments(output_dir=str(tmp_path), save_strategy="best", eval_strategy="epoch")
+    for given in ({"load_best_model_at_end": True}, {"lr_scheduler_type": "reduce_lr_on_plateau"}):
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path), save_strategy="best", eval_strategy="epoch", **given
+        )
+        assert arguments.metric_for_best_model == "loss"
+
+
 @pytest.mark.parametrize(
     "given",
     [

@@ -192,6 +192,9 @@ def _intervals(args: HfArguments) -> Iterator[str]:
             "dataloader_prefetch_factor needs dataloader_num_workers above 0; set it or remove "
             "dataloader_prefetch_factor"
         )
+    if _name(args.save_strategy) == "best" and args.metric_for_best_model is None:
+        if not args.load_best_model_at_end and schedule not in _BY_METRIC:  # for these it is the loss
+            yield "save_strategy best needs metric_for_best_model; set it, for example to loss"
     if args.load_best_model_at_end:
         yield from _best_model_problems(args, evaluates, _name(args.save_strategy))
 

@@ -106,6 +106,11 @@ USAGES = (
         ["sft", "RUN", *BEST, "--eval_strategy", "epoch"],
         "save_strategy is steps and eval_strategy epoch, but load_best_model_at_end chooses among evaluated",
     ),
+    (["sft", "RUN", "--save_strategy", "best"], "save_strategy best needs metric_for_best_model; set it"),
+    (
+        ["sft", "RUN", "--save_strategy", "best", "--metric_for_best_model", "loss"],
+        "save_strategy is best, but eval_strategy is no, so no checkpoint is the best",
+    ),
     (["sft", "RUN", "--logging_steps", "2.5"], "logging_steps must be a whole number or below 1, not 2.5"),
     (["sft", "RUN", "--dataloader_prefetch_factor", "2"], "needs dataloader_num_workers above 0"),
     (["sft", "RUN", "--lora_rank", "4", "--lora_target_modules", "q_prj"], "['q_prj'] matches no linear"),
