@@ -14,7 +14,7 @@ from stat import S_ISDIR
 from mca_config.errors import McaError, UsageError
 from mca_config.files import naming_read_errors
 from mca_config.model_config import FILE_NAME
-from mca_models.storage.partial_folder import retire
+from mca_models.storage.staging_folder import stage_for_removal
 
 logger = logging.getLogger(__name__)
 
@@ -214,7 +214,7 @@ def remove_other_run(output_dir: Path, start: Path | None, step: int) -> None:
         return
     for path in checkpoints(output_dir):
         logger.info("deleting %s (overwrite_output_dir)", path)
-        retire(path).remove()
+        stage_for_removal(path).remove()
 
 
 def set_aside_newer(output_dir: Path, first: int, written: Iterable[Path]) -> None:
