@@ -21,6 +21,7 @@ KINDS = (McaTrainer, DpoTrainer, KtoTrainer, RewardTrainer, ClassificationTraine
 
 def written(folder: Path, document: dict[str, Any]) -> Path:
     (folder / "training").mkdir(parents=True)
+    (folder / "training" / "optimizer.json").write_text("{}")
     (folder / "training" / "loop_state.json").write_text(json.dumps(document))
     return folder
 

@@ -2,10 +2,13 @@
 
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from mca_config.errors import McaError, UsageError
 from mca_config.files import read_json
+from mca_config.types import JsonObject
 from mca_models.megatron.distributed.collectives import run_on_first_rank
 from mca_train.batching.position import RunPosition
 from mca_train.checkpoint import integrity
@@ -24,6 +27,7 @@ from mca_train.lr_schedule import followed_metric
 from mca_train.types import OptimizerState, TrainingArguments
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 def find(resume: str | bool | None, output_dir: Path, ranks: Ranks) -> Path | None:
@@ -116,14 +120,7 @@ def load_position(checkpoint: Path) -> RunPosition:
     Raises:
         McaError: The checkpoint holds the model only.
     """
-    folder = checkpoint / TRAINING
-    if not (folder / "optimizer.json").is_file():
-        raise UsageError(f"{checkpoint}: holds no optimizer state (save_only_model?); training cannot resume")
-    path = folder / "position.json"
-    try:
-        return RunPosition(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError) as error:
-        raise McaError(f"{path}: cannot be read ({error}); training cannot resume") from None
+    return _read_training(checkpoint, "position.json", lambda document: RunPosition(**document))
 
 
 def require_kind(checkpoint: Path, kind: str) -> None:
@@ -142,9 +139,20 @@ def require_kind(checkpoint: Path, kind: str) -> None:
 
 
 def load_loop_state(checkpoint: Path) -> LoopState:
-    """Return the loop state of a checkpoint."""
-    path = checkpoint / TRAINING / "loop_state.json"
+    """Return the loop state of a checkpoint.
+
+    Raises:
+        McaError: The checkpoint holds the model only.
+    """
+    return _read_training(checkpoint, "loop_state.json", LoopState.from_dict)
+
+
+def _read_training(checkpoint: Path, name: str, build: Callable[[JsonObject], T]) -> T:
+    """Return the result of ``build`` for a document about the training of ``checkpoint``."""
+    folder = checkpoint / TRAINING
+    if not (folder / "optimizer.json").is_file():
+        raise UsageError(f"{checkpoint}: holds no optimizer state (save_only_model?); training cannot resume")
     try:
-        return LoopState.from_dict(json.loads(path.read_text()))
+        return build(json.loads((folder / name).read_text()))
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise McaError(f"{path}: cannot be read ({error!r}); training cannot resume") from None
+        raise McaError(f"{folder / name}: cannot be read ({error!r}); training cannot resume") from None

@@ -30,6 +30,7 @@ from mca_train.trainer.hf_shims import is_early_stopped, name_missing_metric
 from mca_train.trainer.logger import Logger
 from mca_train.trainer.model_runner import ModelRunner
 from mca_train.trainer.monitor import Watch, save_and_stop
+from mca_train.trainer.output_dir import OutputDir
 from mca_train.trainer.saver import Saver
 from mca_train.trainer.step_loaders import StepLoaders, log_plan
 
@@ -51,6 +52,7 @@ class Loop:
         log: Logger.
         evaluator: Evaluates the model.
         saver: Saves checkpoints.
+        output: Directory of the checkpoints.
         watch: Monitor of the run.
         progress: Progress of the run.
     """
@@ -66,12 +68,13 @@ class Loop:
         log: Logger,
         evaluator: Evaluator,
         saver: Saver,
+        output: OutputDir,
         watch: Watch,
         progress: Progress,
     ) -> None:
         self._hf, self._hooks, self._model, self._runner = hf, hooks, model, runner
         self._data, self._logger, self._evaluator, self._saver = data, log, evaluator, saver
-        self._watch, self._progress = watch, progress
+        self._output, self._watch, self._progress = output, watch, progress
 
     def run(self, checkpoint: Path | None) -> TrainOutput:
         """Train from the start, or from ``checkpoint``, to the end of the run."""
@@ -85,7 +88,7 @@ class Loop:
         length = RunLength.from_arguments(hf.args, sampler, progress.position, hf.state.global_step)
         training = self._prepare(length, checkpoint)
         log_plan(hf.args, hf.ranks, length, sampler.shape.global_size, hf.state.global_step)
-        self._saver.remove_leftovers(checkpoint)
+        self._output.remove_leftovers(checkpoint)
         first_step, start_time = hf.state.global_step, time.time()
         progress.started_at_step = first_step
         hf.fire("on_train_begin")
