@@ -1,4 +1,4 @@
-"""Log-probabilities and entropies over a sharded vocabulary, on ranks that are threads: against torch's on all logits."""
+"""Log-probabilities and entropies over a vocabulary sharded over threads, against torch's on all logits."""
 
 import pytest
 import torch

@@ -46,7 +46,7 @@ def config_of(case: str, layout: str) -> McaModelConfig:
 def megatron_coordinates(rank: int, world: int, layout: str) -> dict[str, int]:
     """Return the indices of ``rank`` in Megatron's order tp-cp-ep-dp-pp, dense and of experts."""
     sizes = {name.partition("_")[0]: size for name, size in SIZES[layout].items() if "expert_" not in name}
-    tp, cp, pp = (sizes.get(name, 1) for name in ("tensor", "context", "pipeline"))
+    tp, pp = (sizes.get(name, 1) for name in ("tensor", "pipeline"))
     etp = SIZES[layout].get("expert_tensor_parallel_size", tp)
     ep = SIZES[layout].get("expert_model_parallel_size", 1)
     stage = world // pp
