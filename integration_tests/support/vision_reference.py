@@ -17,6 +17,7 @@ import tiny_vision
 import omni_reference
 import tiled_reference
 from mca_models.media import ImageSpan, attention_ends, batch_feature_rows, positions
+from mca_models.megatron.features.media_features import join_patches
 
 LENGTH, IMAGE, VIDEO = 24, 65, 66
 SMALL, WIDE = (2, 2), (2, 4)
@@ -214,6 +215,10 @@ def pixels(case: str, row: tuple[ImageSpan, ...], number: int) -> dict[str, torc
             "pixel_attention_mask": (torch.arange(most) < shapes.prod(1)[:, None]).int(),
             "spatial_shapes": shapes,
         }
+    if case.startswith("minicpmv4_6"):
+        sizes = torch.tensor([(4 * each.rows, 4 * each.columns) for each in row])
+        patches = torch.randn(int(sizes.prod(1).sum()), 3, 4, 4, generator=generator)
+        return {"pixel_values": patches, "target_sizes": sizes}
     if case.startswith(("mistral3", "lighton_ocr")):
         sizes = torch.tensor([(each.rows * 8, each.columns * 8) for each in row])
         high, wide = sizes.max(0).values.tolist()
@@ -377,6 +382,8 @@ def _for_transformers(
         found["mm_token_type_ids"] = (input_ids == IMAGE).int() + 2 * (input_ids == VIDEO).int()
     elif "grids" in found:
         del found["grids"]
+    elif "target_sizes" in found:
+        found["pixel_values"] = join_patches(found["pixel_values"])
     elif "batch_num_images" in found:
         found["batch_num_images"] = torch.tensor([len(each["image_sizes"]) for each in images if each])
     elif model_type.startswith("gemma"):
