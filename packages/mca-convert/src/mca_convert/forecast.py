@@ -25,8 +25,7 @@ from mca_convert.output import format_size
 from mca_convert.pool import Limits, too_many_files
 from mca_convert.reader import computed_bytes
 from mca_convert.request import Request, conversion_target, target_layout
-from mca_models.checkpoint.config_only import ConfigOnlySource
-from mca_models.checkpoint.hf_directory import StoredTensor, has_weights
+from mca_models.checkpoint.hf_directory import ConfigOnlySource, StoredTensor, has_weights
 from mca_models.checkpoint.hf_writer import METADATA
 from mca_models.checkpoint.mca_directory import McaLayout, is_mca, iteration_name, layout_faults, load_config
 from mca_models.checkpoint.side_files import side_files
