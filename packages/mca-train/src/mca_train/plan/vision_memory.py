@@ -208,7 +208,7 @@ def _image_layout(config: McaModelConfig, vision: Values, sizes: Values) -> Imag
     assert family is not None, "a tower belongs to a family with images"
     if family.image_tokens == "thumbnail_tiles":
         return "shapes", None, vision.get("downsample_factor", 2)
-    if family.image_tokens == "numbered_slices":
+    if family.image_tokens == "numbered_slices" and family.tokens_of_size is not None:
         return "loose_patches", None, isqrt(WHOLE**2 // family.tokens_of_size(config, WHOLE, WHOLE))
     if family.image_tokens == "joined_tiles":
         return "joined_tiles", None, 1

@@ -265,7 +265,8 @@ def join_patches(patches: Tensor) -> Tensor:
 
 def split_patches(pixels: Tensor) -> Tensor:
     """Return the inverse of `join_patches`, which image processors write."""
-    return pixels[0].unflatten(2, (-1, pixels.shape[2])).permute(2, 0, 1, 3)
+    patches: Tensor = pixels[0].unflatten(2, (-1, pixels.shape[2]))
+    return patches.permute(2, 0, 1, 3)
 
 
 def _run_marked(vision: HfModel, images: JsonObject) -> Tensor:
