@@ -31,6 +31,7 @@ DENSE = (
     "smolvlm",
     "lfm2_vl",
     "lfm3_vl",
+    "minicpmv4_6",
     "lighton_ocr",
     "qianfan_ocr",
     "got_ocr2",

@@ -17,6 +17,7 @@ import tiny_vision
 import omni_reference
 import tiled_reference
 from mca_models.media import ImageSpan, attention_ends, batch_feature_rows, positions
+from mca_models.megatron.features.media_features import join_patches
 
 LENGTH, IMAGE, VIDEO = 24, 65, 66
 SMALL, WIDE = (2, 2), (2, 4)
@@ -59,6 +60,8 @@ ONE_SIZE = (
 """Begin the names of cases whose images are all of one size."""
 ALONE = ("idefics3", "smolvlm")
 """The same, where transformers takes a batch of tiles for each row; here each tile is a separate image."""
+SIZED = ("lfm2_vl", "minicpmv4_6", "mistral3", "lighton_ocr")
+"""Begin the names of cases whose images have sizes next to their pixels."""
 TOKENS_PER_SECOND = 4  # the default of Qwen 2.5 VL
 
 
@@ -206,6 +209,20 @@ def pixels(case: str, row: tuple[ImageSpan, ...], number: int) -> dict[str, torc
     if case.startswith((*ONE_SIZE, *ALONE)):
         alone = (1,) if case.startswith(ALONE) else ()
         return {"pixel_values": torch.randn(len(row), *alone, 3, 16, 16, generator=generator)}
+    if case.startswith(SIZED):
+        return _sized(case, row, generator)
+    if case.startswith(HEARING):
+        return _clips(case, row, generator)
+    grid = torch.tensor([(1, 2 * each.rows, 2 * each.columns) for each in row])
+    patch = (3, 4, 4) if case.startswith("kimi") else (96,)
+    return {
+        "pixel_values": torch.randn(int(grid.prod(1).sum()), *patch, generator=generator),
+        "image_grid_thw": grid,
+    }
+
+
+def _sized(case: str, row: Sequence[ImageSpan], generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Return images of any size, with their sizes in pixels or in patches."""
     if case.startswith("lfm2_vl"):
         shapes = torch.tensor([(2 * each.rows, 2 * each.columns) for each in row])
         most = int(shapes.prod(1).max()) + 3
@@ -214,20 +231,15 @@ def pixels(case: str, row: tuple[ImageSpan, ...], number: int) -> dict[str, torc
             "pixel_attention_mask": (torch.arange(most) < shapes.prod(1)[:, None]).int(),
             "spatial_shapes": shapes,
         }
-    if case.startswith(("mistral3", "lighton_ocr")):
-        sizes = torch.tensor([(each.rows * 8, each.columns * 8) for each in row])
-        high, wide = sizes.max(0).values.tolist()
-        return {
-            "pixel_values": torch.randn(len(row), 3, high, wide, generator=generator),
-            "image_sizes": sizes,
-        }
-    if case.startswith(HEARING):
-        return _clips(case, row, generator)
-    grid = torch.tensor([(1, 2 * each.rows, 2 * each.columns) for each in row])
-    patch = (3, 4, 4) if case.startswith("kimi") else (96,)
+    if case.startswith("minicpmv4_6"):
+        sizes = torch.tensor([(4 * each.rows, 4 * each.columns) for each in row])
+        patches = torch.randn(int(sizes.prod(1).sum()), 3, 4, 4, generator=generator)
+        return {"pixel_values": patches, "target_sizes": sizes}
+    sizes = torch.tensor([(each.rows * 8, each.columns * 8) for each in row])
+    high, wide = sizes.max(0).values.tolist()
     return {
-        "pixel_values": torch.randn(int(grid.prod(1).sum()), *patch, generator=generator),
-        "image_grid_thw": grid,
+        "pixel_values": torch.randn(len(row), 3, high, wide, generator=generator),
+        "image_sizes": sizes,
     }
 
 
@@ -377,6 +389,8 @@ def _for_transformers(
         found["mm_token_type_ids"] = (input_ids == IMAGE).int() + 2 * (input_ids == VIDEO).int()
     elif "grids" in found:
         del found["grids"]
+    elif "target_sizes" in found:
+        found["pixel_values"] = join_patches(found["pixel_values"])
     elif "batch_num_images" in found:
         found["batch_num_images"] = torch.tensor([len(each["image_sizes"]) for each in images if each])
     elif model_type.startswith("gemma"):

@@ -19,6 +19,7 @@ from image_kinds import (
     lfm2_vl,
     llava_next,
     llava_onevision,
+    minicpm,
     mistral3,
     ovis2,
 )
@@ -91,6 +92,7 @@ def test_tokens_and_pixels_are_those_of_the_familys_own_processor(made):
             "idefics3": "<image>",
             "smolvlm": "<image>",
             "lfm2_vl": "<image>",
+            "minicpmv4_6": "<|image_pad|>",
             "ovis2": "<IMG_ATOM>",
             "llama4": "<|patch|>",
             "kimi_k25": "<|media_pad|>",
@@ -177,6 +179,41 @@ def test_images_of_any_size_have_the_tiles_of_lfm2_vl(tmp_path):
         assert (grid, grid.tile_columns) == (now, now.tile_columns), (height, width)
         found.add((grid.tile_rows, grid.tile_columns))
     assert len(found) > 4
+
+
+@pytest.mark.parametrize("mode", ["16x", "4x"])
+def test_images_of_any_size_have_the_slices_of_minicpm(mode, tmp_path):
+    kind, _ = minicpm(mode)
+    kind.processor.save_pretrained(tmp_path)
+    tokens = image_tokens(kind.config, (tmp_path,), kind.tokenizer)
+    found = set()
+    for height, width in itertools.product((5, 16, 17, 24, 31, 48, 65), repeat=2):
+        pixels = [np.zeros((height, width, 3), np.uint8)]
+        made = kind.processor(images=pixels, downsample_mode=mode, return_tensors="pt")
+        grid, (now,) = tokens.grid(height, width), tokens._made(made.data)
+        assert (grid, grid.tile_columns, grid.tile_tokens) == (now, now.tile_columns, now.tile_tokens)
+        found.add((grid.tile_rows, grid.tile_columns))
+    assert {(0, 0), (1, 2), (2, 1), (2, 3)} <= found
+
+
+def test_processors_that_minicpm_cannot_use_raise_one_error(tmp_path):
+    kind, _ = minicpm()
+    kind.processor.do_resize = False
+    kind.processor.save_pretrained(tmp_path)
+    with pytest.raises(UsageError, match=r"expected MiniCPMV4_6ImageProcessor .* with do_resize true"):
+        image_tokens(kind.config, (tmp_path,), kind.tokenizer)
+
+
+def test_images_of_minicpm_have_no_numbers_where_its_processor_writes_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    kind, expected = minicpm(use_image_id=False)
+    kind.processor.save_pretrained(tmp_path / "model")
+    draw(tmp_path / "wide.png", 40, 16)
+    sample = load(kind, tmp_path, row("<image>?", "wide"))[0]
+    text = "<|im_start|>user\n@?<|im_end|>\n<|im_start|>assistant\nred<|im_end|>\n"
+    ids, _ = expected(text, [Image.open(tmp_path / "wide.png").convert("RGB")])
+    assert sample["input_ids"].tolist() == ids
+    assert "<image_id>" not in kind.tokenizer.decode(ids)
 
 
 @pytest.mark.parametrize("resized", [True, False])

@@ -16,6 +16,8 @@ from mca_models.media import placeholders
 from mca_models.templates import get_family
 from mca_models.templates.parts.vision_tower import ImageTokenKind
 from mca_train.data.chat import with_image_text
+from mca_train.data.grids import Grid
+from mca_train.data.image_slices import SliceTokens
 from mca_train.data.image_tiles import (
     FixedTokens,
     JoinedTileTokens,
@@ -209,6 +211,50 @@ def _thumbnail_tiles(
     return ThumbnailTokens(processor, token, write)
 
 
+def _numbered_slices(
+    processor: ImageProcessor, token: int, config: McaModelConfig, tokenizer: "PreTrainedTokenizerBase"
+) -> ImageTokens:
+    write = slice_writer(tokenizer, token, numbered=getattr(processor, "use_image_id", True))
+    mode = _vision(config).get("downsample_mode", "16x")
+    return SliceTokens(processor, token, mode, _size_tokens(config), write)
+
+
+def slice_writer(
+    tokenizer: "PreTrainedTokenizerBase", token: int, *, numbered: bool
+) -> Callable[[Grid], list[int]]:
+    """Return the function that writes MiniCPM-V's tokens of an image, or of each frame of a video.
+
+    Args:
+        tokenizer: The tokenizer.
+        token: Id of the placeholder token.
+        numbered: The number of the image or the video is in front of it.
+    """
+    usual = {f"image_{side}_token": mark for side, mark in (("start", "<image>"), ("end", "</image>"))}
+    usual |= {f"slice_{side}_token": mark for side, mark in (("start", "<slice>"), ("end", "</slice>"))}
+    if numbered:
+        usual |= {"image_id_start_token": "<image_id>", "image_id_end_token": "</image_id>"}
+    known = {name: getattr(tokenizer, name, mark) for name, mark in usual.items()}
+    marks = dict(zip(known, _ids(tokenizer, *known.values()), strict=True))
+
+    def spell(text: str) -> list[int]:
+        found: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return found
+
+    def piece(kind: str, length: int) -> list[int]:
+        return [marks[f"{kind}_start_token"], *[token] * length, marks[f"{kind}_end_token"]]
+
+    def write(grid: Grid) -> list[int]:
+        whole = grid.columns - grid.tile_rows * grid.tile_columns * grid.tile_tokens
+        row = piece("slice", grid.tile_tokens) * grid.tile_columns
+        rows = row + (spell("\n") + row) * (grid.tile_rows - 1) if grid.tile_rows else []
+        frame = [*piece("image", whole), *rows] * max(grid.frames, 1)
+        if not numbered:
+            return frame
+        return [marks["image_id_start_token"], *spell(str(grid.number)), marks["image_id_end_token"], *frame]
+
+    return write
+
+
 _WORD_MARKS = ("<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>")
 
 
@@ -297,6 +343,7 @@ _MAKERS: Mapping[str, _Maker] = {
     "joined_tiles": _joined_tiles,
     "row_column_tiles": _row_column_tiles,
     "thumbnail_tiles": _thumbnail_tiles,
+    "numbered_slices": _numbered_slices,
     "word_marks": _word_marks,
     "word_tiles": _tiles,
 }
