@@ -157,6 +157,8 @@ def split_images(images: JsonObject, config: McaModelConfig) -> list[MediaItem]:
         ]
     family = get_family(config.model_type).vision
     assert family is not None, "a model with images has a vision model"
+    if (patches := images.get("target_sizes")) is not None:
+        return _split_patches(images, patches, config)
     if (sizes := images.get("image_sizes", images.get("spatial_shapes"))) is not None:
         return _split_sized(images, sizes, config)
     if (tiled := images.get("grids")) is not None:
@@ -173,6 +175,21 @@ def split_images(images: JsonObject, config: McaModelConfig) -> list[MediaItem]:
     assert family.tokens_per_image is not None, "images have grids, sizes or a fixed number"
     count = family.tokens_per_image(config)
     return [MediaItem({"pixel_values": part}, 1, count) for part in pixels.split(1)]
+
+
+def _split_patches(images: JsonObject, sizes: Tensor, config: McaModelConfig) -> list[MediaItem]:
+    family = get_family(config.model_type).vision
+    assert family is not None and family.tokens_of_size is not None, "the size of an image gives its features"
+    loads = sizes.prod(1).tolist()
+    parts = zip(images["pixel_values"].split(loads), sizes.split(1), loads, strict=True)
+    return [
+        MediaItem(
+            {"pixel_values": part, "target_sizes": size},
+            load,
+            family.tokens_of_size(config, *size[0].tolist()),
+        )
+        for part, size, load in parts
+    ]
 
 
 def _split_sized(images: JsonObject, sizes: Tensor, config: McaModelConfig) -> list[MediaItem]:
@@ -231,12 +248,25 @@ def _run_vision(vision: HfModel, images: JsonObject) -> Tensor:
         return _run_marked(vision, images)
     if "batch_num_images" in images:
         return _run_alone_and_together(vision, images)
+    if "target_sizes" in images:
+        images = {**images, "pixel_values": join_patches(images["pixel_values"])}
     output = vision.get_image_features(**images, return_dict=True)
     inner = getattr(output, "deepstack_features", None) or ()
     features = output.pooler_output
     if features is None:  # Llama 4 projects them in its own forward pass
         features = vision.multi_modal_projector(output.last_hidden_state)
     return torch.cat([_flatten(each) for each in (features, *inner)], 1)
+
+
+def join_patches(patches: Tensor) -> Tensor:
+    """Return patches ``[patches, channels, side, side]`` next to each other: ``[1, channels, side, all columns]``."""
+    return patches.permute(1, 2, 0, 3).flatten(2)[None]
+
+
+def split_patches(pixels: Tensor) -> Tensor:
+    """Return the inverse of `join_patches`, which image processors write."""
+    patches: Tensor = pixels[0].unflatten(2, (-1, pixels.shape[2]))
+    return patches.permute(2, 0, 1, 3)
 
 
 def _run_marked(vision: HfModel, images: JsonObject) -> Tensor:
