@@ -113,6 +113,8 @@ class CudaToCpu(TorchFunctionMode):
         kwargs: Upstream = None,
     ) -> Upstream:
         """Call ``func`` with CPU for CUDA."""
+        if not kwargs and func is not _TO and func is not _TYPE:
+            return func(*args)  # nine of ten calls, most of them reads of an attribute
         kwargs = kwargs or {}
         if "device" in kwargs:
             kwargs = {**kwargs, "device": _on_cpu(kwargs["device"])}
