@@ -190,7 +190,7 @@ def _reject_absent(folder: Path, absent: list[str]) -> None:
 
 
 def _kinds(keys: Iterable[str]) -> set[str]:
-    """Return the per-parameter other statess main parameters: ``exp_avg``, ``momentum_buffer``, ..."""
+    """Return the kinds of per-parameter states other than main parameters: ``exp_avg``, ``momentum_buffer``, ..."""
     return {match[1] for key in keys if (match := _KIND.match(key))}
 
 
