@@ -74,7 +74,6 @@ def measure(checkpoint: Path, folder: Path, *, split: bool) -> Found:
 
     from mca_models import AutoModel
     from mca_train.checkpoint import optimizer_state
-    from mca_train.checkpoint.main_params import SavedWeights
     from mca_train.engine.engine import Engine
     from mca_train.losses.token_loss import token_loss
     from train_cases import arguments
@@ -90,10 +89,11 @@ def measure(checkpoint: Path, folder: Path, *, split: bool) -> Found:
     with noted(optimizer_state, "write_state", found, "held"):
         numbers, writing = optimizer_state.save(engine.optimizer, engine.chunks, place, background=False)
     writing.finish()
-    weights = SavedWeights(lambda param: param.detach().float(), in_fp32=False)
 
     def load() -> None:
-        optimizer_state.load(engine.optimizer, engine.chunks, place, numbers, weights)
+        optimizer_state.load(
+            engine.optimizer, engine.chunks, place, numbers, lambda param: param.detach().float()
+        )
 
     with noted(optimizer_state, "read_state", found, "asked"):
         found["read"] = read_by(load)

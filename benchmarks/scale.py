@@ -183,7 +183,6 @@ def _plan_load(costs: Costs, engine: Any, numbers: Any, folder: Path) -> None:
     from torch.futures import Future
 
     from mca_train.checkpoint import optimizer_state
-    from mca_train.checkpoint.main_params import SavedWeights
 
     folder.mkdir()
     metadata = _index_of(engine.chunks, costs.world)
@@ -197,9 +196,10 @@ def _plan_load(costs: Costs, engine: Any, numbers: Any, folder: Path) -> None:
         done.set_result(None)
         return done
 
-    weights = SavedWeights(lambda param: param.detach().float(), False)
     with patch.object(FileSystemReader, "read_data", asked), costs.of("resumed"):
-        optimizer_state.load(engine.optimizer, engine.chunks, folder, numbers, weights)
+        optimizer_state.load(
+            engine.optimizer, engine.chunks, folder, numbers, lambda param: param.detach().float()
+        )
 
 
 def _of_stage(key: str, stage: int) -> str:

@@ -9,8 +9,7 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 from mca_config import ParallelLayout, RankGrid, pipeline_plan
-from mca_train.plan.schedule import Order
-from mca_train.plan.timeline import timeline
+from mca_train.plan.schedule import Order, timeline
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "pictures"
 _COLOURS = ("#bcd7f0", "#f6cfa8", "#c6e5bd", "#e3c7ea")

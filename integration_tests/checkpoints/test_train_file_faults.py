@@ -158,7 +158,7 @@ KNOWN: dict[str, tuple[str, str, str, int]] = {
     "Megatron looks into its own": ("save", "readdir64", "/optimizer", 0),
     "Megatron makes its own again": ("save", "mkdir", "/optimizer", 1),
     "the log cannot take its place": ("save", "rename", "/.train_log.jsonl", 0),
-    "the directory cannot be listed when all is written": ("save", "opendir", "output_dir.py", -1),
+    "the directory cannot be listed when all is written": ("save", "opendir", "output_files.py", -1),
     "torch's reader of a random state": ("resume", "close", "/training/rng_", 0),
 }
 """What left the other rank waiting, a file behind, or a traceback.

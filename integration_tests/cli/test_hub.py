@@ -272,6 +272,47 @@ def test_training_starts_from_an_id(hub, tmp_path, monkeypatch, capsys):
     )
 
 
+@pytest.mark.parametrize("command", [("sft",), ("plan", "sft")])
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ["--model_name_or_path", "org/none"],
+            "model_name_or_path: org/none: no such directory is here, and",
+        ),
+        (
+            ["--model_name_or_path", "org/model", "--tensor_model_parallel_size", "3"],
+            "cannot be divided by tensor_model_parallel_size 3",
+        ),
+        (
+            ["--model_name_or_path", "org/model", "--lora_rank", "2", "--lora_target_modules", "q_prj"],
+            "['q_prj'] matches no linear",
+        ),
+    ],
+)
+def test_mistakes_with_a_model_of_the_hub_are_found_before_torch_is_imported(
+    command, flags, message, hub, tmp_path
+):
+    (tmp_path / "a.jsonl").write_text('{"text": "hello there"}\n')
+    words = [*command, "--train_file", "a.jsonl", *flags]
+    words += ["--output_dir", "out"] if command == ("sft",) else []
+    code = f"""
+import sys
+from mca_train.cli import main
+code = main({words!r})
+print([name for name in ("torch", "transformers") if name in sys.modules])
+sys.exit(code)
+"""
+    environment = {key: value for key, value in _environment(hub, tmp_path / "cache").items() if value}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=tmp_path
+    )
+    assert done.returncode == 2
+    assert message in done.stdout + done.stderr
+    assert "[]" in done.stdout, done.stderr
+    assert not hub.downloads(".safetensors") and not hub.downloads("tokenizer.json")
+
+
 def test_rows_of_a_dataset_are_read_by_its_id_and_by_addresses(tmp_path, monkeypatch):
     import datasets
     from huggingface_hub import HfFileSystem, constants

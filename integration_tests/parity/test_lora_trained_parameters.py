@@ -179,7 +179,7 @@ def with_tables(
     models = get_peft_model(AutoModel.from_config(config, arguments(layout)), settings)
     train_megatron(models)
     models.save_pretrained(saved / layout)
-    weights = saved_weights(models, saved / layout)
+    read = saved_weights(models, saved / layout)
     held = [x for chunk in models.chunks for x in chunk.parameters() if x.requires_grad]
     again = load_adapter(AutoModel.from_config(config, arguments(layout)), saved / layout)
     name = "embedding.word_embeddings.weight"
@@ -187,7 +187,7 @@ def with_tables(
         [x.detach().clone() for item, x in some.local_params() if item.param.mca_name() == name]
         for some in (models, again)
     )
-    return trained, loaded, all(torch.equal(weights.read(param), param) for param in held)
+    return trained, loaded, all(torch.equal(read(param), param) for param in held)
 
 
 def test_every_copy_of_a_trained_embedding_is_trained_and_loaded(tmp_path: Path) -> None:

@@ -108,18 +108,18 @@ UNREFUSED = (
 
 def unrefused(references: list[Reference], folder: Path) -> dict[str, tuple[Any, Any]]:
     """Return the errors of each case, by mca and, without it, by Transformer Engine; and those of supported sinks."""
-    from mca_models.megatron.factory import limits
+    from mca_models.megatron.factory import transformer_config
 
     def others(config: Any) -> list[Any]:
         return [feature for feature in active_features(config) if feature.name != "attention"]
 
-    active_features, found = limits.active_features, {}
+    active_features, found = transformer_config.active_features, {}
     for each, (case, way, _) in zip(references, UNREFUSED, strict=True):
         (ours,) = compute([each], "cp2", folder, cp_comm_type=way)
-        with patch.object(limits, "active_features", others):
+        with patch.object(transformer_config, "active_features", others):
             (theirs,) = compute([each], "cp2", folder, cp_comm_type=way)
         found[case] = ours, theirs
-    with patch.object(limits, "active_features", others):
+    with patch.object(transformer_config, "active_features", others):
         compute([references[1]], "cp2", folder, cp_comm_type="a2a")
     return found
 

@@ -160,14 +160,14 @@ def _all_frames_count() -> None:
 
 
 def _clips_exchanged() -> None:
-    from mca_models.megatron.features import audio_features
+    from mca_models.megatron.features import media_features
 
     def exchange(model: Any, clips: dict[str, torch.Tensor]) -> torch.Tensor:
         rows = run_audio(model, clips)
         return rows if len(clips["input_features"]) < 2 else torch.cat([rows[4:], rows[:4]])
 
-    run_audio = audio_features.run_audio
-    audio_features.run_audio = exchange
+    run_audio = media_features.run_audio
+    media_features.run_audio = exchange
 
 
 def _shared_gradients_stay_apart() -> None:
@@ -260,9 +260,9 @@ def _exchanged_images() -> None:
 
 
 def _all_frames_of_clips() -> None:
-    from mca_models.megatron.features import audio_features
+    from mca_models.megatron.features import media_features
 
-    run_audio = audio_features.run_audio
+    run_audio = media_features.run_audio
 
     def whole(model: Any, clips: dict[str, torch.Tensor]) -> torch.Tensor:
         kept = len(run_audio(model, clips))
@@ -270,14 +270,14 @@ def _all_frames_of_clips() -> None:
             :kept
         ]
 
-    audio_features.run_audio = whole
+    media_features.run_audio = whole
 
 
 def _short_clips_padded() -> None:
-    from mca_models.megatron.features import audio_features, media_features
+    from mca_models.megatron.features import media_features
 
     def together(model: Any, clips: Any, config: Any, audio: Any) -> torch.Tensor:
-        return audio_features.run_audio(model, clips)
+        return media_features.run_audio(model, clips)
 
     media_features.run_clips = together
 

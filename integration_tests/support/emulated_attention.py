@@ -22,7 +22,7 @@ def install() -> dict[Any, Any]:
     from transformer_engine.pytorch.attention.dot_product_attention import backends, context_parallel, utils
     from transformer_engine.pytorch.attention.dot_product_attention import dot_product_attention as of
 
-    from mca_models.megatron.factory import limits
+    from mca_models.megatron.factory import transformer_config
 
     of.DotProductAttention.forward = _as_on_a_gpu(of.DotProductAttention.forward)
     backends.FusedAttention.forward = _fused
@@ -32,8 +32,10 @@ def install() -> dict[Any, Any]:
         context_parallel.AttnFuncWithCPAndQKVOA2A,
     ):
         ring.apply = _over_context_ranks(ring)
-    choose, setup = utils.get_attention_backend, limits.Setup
-    limits.Setup = lambda **values: setup(**values | {"settings": values["settings"] | {"bf16": True}})
+    choose, setup = utils.get_attention_backend, transformer_config.Setup
+    transformer_config.Setup = lambda **values: setup(
+        **values | {"settings": values["settings"] | {"bf16": True}}
+    )
     return {
         choose: lambda params: choose(dataclasses.replace(params, qkv_dtype=torch.bfloat16)),
         utils._get_fused_attn_backend: lambda **_: (

@@ -96,6 +96,16 @@ MODELS: dict[str, Values] = {
         | {"model_type": "got_ocr2_vision", "mlp_dim": TOWER["intermediate_size"], "output_channels": 256}
         | {"image_size": 512, "patch_size": 16, "global_attn_indexes": [2, 5]},
     },
+    "merged windows": {
+        "model_type": "minicpmv4_6",
+        "image_token_id": 31990,
+        "insert_layer_id": 5,
+        "tie_word_embeddings": False,
+        "text_config": BASE
+        | {"model_type": "qwen3_5_text", "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+        | {"layer_types": ["full_attention"] * 4, "head_dim": 64},
+        "vision_config": TOWER | {"model_type": "minicpmv4_6_vision", "image_size": 980},
+    },
     "visual words": {
         "model_type": "ovis2",
         "image_token_id": 31990,
@@ -139,6 +149,7 @@ REQUESTS: dict[str, tuple[str, Values, Values]] = {
             "fused layers",
             "kept scores",
             "norms of heads",
+            "merged windows",
             "visual words",
             "lone tiles",
         )

@@ -34,7 +34,7 @@ _TIMING = (
     "trainer_state.json",
     "training_args.json",
     "train_log.jsonl",
-    "carried.json",
+    "loop_state.json",
     ".metadata",
     "manifest.json",
 )

@@ -17,6 +17,7 @@ import tiny_vision
 import omni_reference
 import tiled_reference
 from mca_models.media import ImageSpan, attention_ends, batch_feature_rows, positions
+from mca_models.megatron.features.media_features import join_patches
 
 LENGTH, IMAGE, VIDEO = 24, 65, 66
 SMALL, WIDE = (2, 2), (2, 4)
@@ -59,6 +60,8 @@ ONE_SIZE = (
 """Begin the names of cases whose images are all of one size."""
 ALONE = ("idefics3", "smolvlm")
 """The same, where transformers takes a batch of tiles for each row; here each tile is a separate image."""
+SIZED = ("lfm2_vl", "minicpmv4_6", "mistral3", "lighton_ocr")
+"""Begin the names of cases whose images have sizes next to their pixels."""
 TOKENS_PER_SECOND = 4  # the default of Qwen 2.5 VL
 
 
@@ -136,6 +139,8 @@ def _video_pixels(case: str, number: int) -> dict[str, torch.Tensor]:
         return _pooled_videos(case, number, generator)
     if case.startswith("llava_onevision"):
         return _lone_media(number, generator)
+    if case.startswith("minicpmv4_6"):
+        return _loose_videos(number, generator)
     high, wide = 2 * SMALL[0], 2 * SMALL[1]
     found = {}
     of_images = [1 for _, frames in VIDEO_ROWS[number] if not frames]
@@ -149,6 +154,17 @@ def _video_pixels(case: str, number: int) -> dict[str, torch.Tensor]:
         found[f"{prefix}_grid_thw"] = torch.tensor([(count, high, wide) for count in counts])
     if case.startswith("qwen2_5"):
         found["second_per_grid_ts"] = torch.tensor([SECONDS[number // 2]])
+    return found
+
+
+def _loose_videos(number: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Return MiniCPM's patches of the images and the frames of row ``number``."""
+    found, media = {}, VIDEO_ROWS[number]
+    counts = {"": sum(not frames for _, frames in media), "_videos": sum(frames for _, frames in media)}
+    for suffix, count in counts.items():
+        sizes = torch.tensor([[4 * SMALL[0], 4 * SMALL[1]]] * count)
+        patches = torch.randn(int(sizes.prod(1).sum()), 3, 4, 4, generator=generator)
+        found |= {f"pixel_values{suffix}": patches, f"target_sizes{suffix}": sizes}
     return found
 
 
@@ -206,6 +222,20 @@ def pixels(case: str, row: tuple[ImageSpan, ...], number: int) -> dict[str, torc
     if case.startswith((*ONE_SIZE, *ALONE)):
         alone = (1,) if case.startswith(ALONE) else ()
         return {"pixel_values": torch.randn(len(row), *alone, 3, 16, 16, generator=generator)}
+    if case.startswith(SIZED):
+        return _sized(case, row, generator)
+    if case.startswith(HEARING):
+        return _clips(case, row, generator)
+    grid = torch.tensor([(1, 2 * each.rows, 2 * each.columns) for each in row])
+    patch = (3, 4, 4) if case.startswith("kimi") else (96,)
+    return {
+        "pixel_values": torch.randn(int(grid.prod(1).sum()), *patch, generator=generator),
+        "image_grid_thw": grid,
+    }
+
+
+def _sized(case: str, row: Sequence[ImageSpan], generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Return images of any size, with their sizes in pixels or in patches."""
     if case.startswith("lfm2_vl"):
         shapes = torch.tensor([(2 * each.rows, 2 * each.columns) for each in row])
         most = int(shapes.prod(1).max()) + 3
@@ -214,20 +244,15 @@ def pixels(case: str, row: tuple[ImageSpan, ...], number: int) -> dict[str, torc
             "pixel_attention_mask": (torch.arange(most) < shapes.prod(1)[:, None]).int(),
             "spatial_shapes": shapes,
         }
-    if case.startswith(("mistral3", "lighton_ocr")):
-        sizes = torch.tensor([(each.rows * 8, each.columns * 8) for each in row])
-        high, wide = sizes.max(0).values.tolist()
-        return {
-            "pixel_values": torch.randn(len(row), 3, high, wide, generator=generator),
-            "image_sizes": sizes,
-        }
-    if case.startswith(HEARING):
-        return _clips(case, row, generator)
-    grid = torch.tensor([(1, 2 * each.rows, 2 * each.columns) for each in row])
-    patch = (3, 4, 4) if case.startswith("kimi") else (96,)
+    if case.startswith("minicpmv4_6"):
+        sizes = torch.tensor([(4 * each.rows, 4 * each.columns) for each in row])
+        patches = torch.randn(int(sizes.prod(1).sum()), 3, 4, 4, generator=generator)
+        return {"pixel_values": patches, "target_sizes": sizes}
+    sizes = torch.tensor([(each.rows * 8, each.columns * 8) for each in row])
+    high, wide = sizes.max(0).values.tolist()
     return {
-        "pixel_values": torch.randn(int(grid.prod(1).sum()), *patch, generator=generator),
-        "image_grid_thw": grid,
+        "pixel_values": torch.randn(len(row), 3, high, wide, generator=generator),
+        "image_sizes": sizes,
     }
 
 
@@ -377,11 +402,22 @@ def _for_transformers(
         found["mm_token_type_ids"] = (input_ids == IMAGE).int() + 2 * (input_ids == VIDEO).int()
     elif "grids" in found:
         del found["grids"]
+    elif "target_sizes" in found:
+        found = as_processed(found)
     elif "batch_num_images" in found:
         found["batch_num_images"] = torch.tensor([len(each["image_sizes"]) for each in images if each])
     elif model_type.startswith("gemma"):
         found["token_type_ids"] = (input_ids == IMAGE).int()
     return found
+
+
+def as_processed(images: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return a row's inputs in the form of its processor: MiniCPM's patches are next to each other."""
+    is_loose = "target_sizes" in images
+    return {
+        name: join_patches(each) if is_loose and name.startswith("pixel_values") else each
+        for name, each in images.items()
+    }
 
 
 def joined(images: tuple[dict[str, torch.Tensor], ...]) -> dict[str, torch.Tensor]:
@@ -401,6 +437,8 @@ def of_chunk(
         return _frames_of_chunk(images, ids, row)
     if "pixel_values_videos" in images and "batch_num_images" in images:
         return _lone_media_of_chunk(images, is_image_first=int(ids[row[0].start]) == IMAGE)
+    if "target_sizes_videos" in images:
+        return _loose_frames_of_chunk(images, ids, row)
     if "video_grid_thw" not in images:
         return images
     videos = images["pixel_values_videos"]
@@ -412,6 +450,21 @@ def of_chunk(
         left[token] = left[token][4 * each.tokens :]
         grids += [(1, 2 * each.rows, 2 * each.columns)] * each.frames
     return {"pixel_values": torch.cat(found), "image_grid_thw": torch.tensor(grids)}
+
+
+def _loose_frames_of_chunk(
+    images: dict[str, torch.Tensor], ids: torch.Tensor, row: tuple[ImageSpan, ...]
+) -> dict[str, torch.Tensor]:
+    """Return MiniCPM's images and frames, all of the small size, in the order of their tokens."""
+    left = {
+        token: iter(images[f"pixel_values{suffix}"].split(16 * SMALL[0] * SMALL[1]))
+        for token, suffix in ((IMAGE, ""), (VIDEO, "_videos"))
+    }
+    sizes = torch.tensor([[4 * SMALL[0], 4 * SMALL[1]]] * len(row))
+    return {
+        "pixel_values": torch.cat([next(left[int(ids[each.start])]) for each in row]),
+        "target_sizes": sizes,
+    }
 
 
 def _lone_media_of_chunk(images: dict[str, torch.Tensor], *, is_image_first: bool) -> dict[str, torch.Tensor]:

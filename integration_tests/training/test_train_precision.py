@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 
 from harness import run_ranks
-from loss_curves import worst
 from optimizer_states import in_fp32
-from reshard_runs import FIRST, WITH_EXPERTS, adapter_of, run
+from reshard_runs import WITH_EXPERTS, adapter_of
 from train_cases import history, make_trainer, quietly, tiny_checkpoint, tokens
 from train_settings import DP, TORCH_DIST, ZERO
 
@@ -27,40 +26,6 @@ def model(tmp_path_factory):
 def test_ranks_go_on_in_fp32_with_the_same_weights(changes, model, tmp_path):
     first, second = run_ranks(2, in_fp32, model, tmp_path, changes)
     assert first and first == second
-
-
-def after_stale(model: Path, output_dir: Path, cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Losses of a run whose checkpoint is an earlier version's with old main parameters, and of runs from there."""
-    from unittest import mock
-
-    import torch
-
-    from mca_train.checkpoint import distributed_optimizer, training_state
-
-    pieces = distributed_optimizer._local_shards
-
-    def stale(*of: Any) -> Any:
-        return {key: torch.zeros_like(one) if key == "param" else one for key, one in pieces(*of).items()}
-
-    steps = FIRST + 2
-    with (
-        mock.patch.object(distributed_optimizer, "_local_shards", stale),
-        mock.patch.object(training_state, "replace", lambda numbers, **_: numbers),  # it names no optimizer
-    ):
-        found = {"straight": run(model, output_dir / "straight", steps, **ZERO)["loss"]}
-    before = output_dir / "straight" / f"checkpoint-{FIRST}"
-    resumed = {
-        name: run(model, output_dir / name, steps, before, **changes) for name, changes in cases.items()
-    }
-    return found | {name: curves["loss"] for name, curves in resumed.items()}
-
-
-def test_weights_in_fp32_are_their_own_main_parameters(model, tmp_path):
-    cases: dict[str, dict[str, Any]] = {"split": ZERO, "whole": DP, "half": ZERO | {"bf16": True}}
-    (found,) = run_ranks(1, after_stale, model, tmp_path, cases)
-    assert found["split"] == found["straight"]
-    assert worst(found["straight"], found["whole"]) < 1e-4
-    assert worst(found["straight"], found["half"]) < 2e-2, "what bf16 rounds"
 
 
 def in_half(model: Path, output_dir: Path, cases: dict[str, dict[str, Any]]) -> dict[str, Any]:

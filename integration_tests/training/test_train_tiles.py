@@ -14,6 +14,7 @@ import torch
 import transformers
 
 from cases import Case, as_params, product
+from mca_models.megatron.features.media_features import join_patches
 from media_runs import LAYOUTS, Row, adamw_losses, answer_log_prob, load_model, run_training
 
 pytest.importorskip("torchvision")
@@ -29,6 +30,7 @@ MODELS = (
     "lfm2_vl",
     "llava_next",
     "llava_onevision",
+    "minicpmv4_6",
     "ovis2",
     "qianfan_ocr",
     "smolvlm",
@@ -83,6 +85,8 @@ def _inputs(kind: Any, expected: Any, asked: str, images: list[Any], said: str) 
     if images:
         tokens, found = expected(whole, images)
         found.pop("grids", None)
+        if "target_sizes" in found:
+            found["pixel_values"] = join_patches(found["pixel_values"])
         if "batch_num_images" in found:
             found["batch_num_images"] = torch.tensor([len(images)])
     else:

@@ -155,7 +155,7 @@ def test_what_is_no_number_is_named(name: str, value: Any) -> None:
         (lambda d: d["model"].update(attention=None), ["attention must be an object, not None"]),
         (
             lambda d: d["model"].update(kv_channels=4),
-            ["field of section attention", "convert the model again"],
+            ["field of section attention", "move it there"],
         ),
         (lambda d: d["layout"].update(tp=2), ["layout", "unknown key tp"]),
         (lambda d: d.update(mca_version=2), ["mca_version must be 1", "2"]),

@@ -33,6 +33,7 @@ TRAINING: dict[str, Any] = {
     "use_distributed_optimizer": True,
     "learning_rate": 0.001,
 }
+BEST: dict[str, Any] = {"load_best_model_at_end": True, "eval_strategy": "steps"}
 CLASSES = [
     (DistributingParallelArguments, GIVEN),
     (MegatronArguments, GIVEN),
@@ -398,3 +399,58 @@ def test_secrets_do_not_print() -> None:
 def test_which_model_is_the_best_one(metric: str, given: bool | None, greater: bool, tmp_path: Path) -> None:
     args = TrainingArguments(output_dir=tmp_path, metric_for_best_model=metric, greater_is_better=given)
     assert args.greater_is_better is greater
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"logging_steps": 2.5}, "logging_steps must be a whole number or below 1, not 2.5"),
+        ({"logging_steps": 0}, "logging_steps must be above 0 with logging_strategy steps, not 0"),
+        ({"save_steps": 1.5}, "save_steps must be a whole number or below 1, not 1.5"),
+        ({"eval_strategy": "steps", "eval_steps": 2.5}, "eval_steps must be a whole number or below 1"),
+        ({"lr_scheduler_type": "greedy"}, "greedy follows the evaluation loss, but eval_strategy is no"),
+        ({"dataloader_prefetch_factor": 2}, "needs dataloader_num_workers above 0"),
+        ({"load_best_model_at_end": True}, "is true, but eval_strategy is no; set it"),
+        (BEST | {"save_strategy": "epoch"}, "set save_strategy to steps or best"),
+        (
+            BEST | {"eval_steps": 3, "save_steps": 4},
+            "save_steps is 4, but load_best_model_at_end needs a multiple",
+        ),
+        (BEST | {"logging_steps": 3, "save_steps": 4}, "needs a multiple of logging_steps (3)"),
+        (BEST | {"eval_steps": 0.1, "save_steps": 4}, "needs a multiple of eval_steps (0.1)"),
+        (BEST | {"eval_steps": 0.1, "save_steps": 0.25}, "needs a multiple of eval_steps (0.1)"),
+    ],
+)
+def test_contradictions_of_intervals_are_named_with_the_fix(given, message, tmp_path):
+    with pytest.raises(McaError) as caught:
+        TrainingArguments(output_dir=str(tmp_path), **given)
+    assert message in str(caught.value)
+    with pytest.raises(ValueError):  # Hugging Face rejects them too
+        transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **given)
+
+
+def test_the_best_model_needs_a_metric(tmp_path):
+    with pytest.raises(McaError, match="save_strategy best needs metric_for_best_model; set it"):
+        TrainingArguments(output_dir=str(tmp_path), save_strategy="best", eval_strategy="epoch")
+    for given in ({"load_best_model_at_end": True}, {"lr_scheduler_type": "reduce_lr_on_plateau"}):
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path), save_strategy="best", eval_strategy="epoch", **given
+        )
+        assert arguments.metric_for_best_model == "loss"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        BEST | {"eval_steps": 0.1, "save_steps": 0.3},
+        BEST | {"eval_steps": 2, "save_steps": 4},
+        BEST | {"eval_strategy": "epoch", "save_strategy": "best"},
+        BEST | {"eval_strategy": "epoch", "save_strategy": "epoch", "save_steps": 7},
+        {"load_best_model_at_end": True, "save_strategy": "no"},
+        {"logging_strategy": "no", "logging_steps": 0},
+        {"eval_steps": 2.5},
+    ],
+)
+def test_intervals_that_hugging_face_accepts_are_accepted(given, tmp_path):
+    TrainingArguments(output_dir=str(tmp_path), **given)
+    transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **given)

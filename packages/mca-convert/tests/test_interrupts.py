@@ -21,7 +21,7 @@ SIGNALS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SI
 STAGES = {
     "opening": "mca_convert.conversion.open_checkpoint",
     "planning": "mca_convert.conversion.plan_to_mca",
-    "making the folder": "mca_models.storage.partial_folder.PartialFolder.mark",
+    "making the folder": "mca_models.storage.staging_folder.StagingFolder.mark",
     "making files": "mca_models.storage.writer.make_file",
     "reading": "mca_convert.reader.SourceFile.read_into",
     "writing": "mca_models.storage.writer._pwrite",
@@ -83,7 +83,7 @@ def test_at_the_renaming_it_comes_too_late(exists, after, tiny, tmp_path: Path, 
     raised = signalling(monkeypatch, point, signal.SIGINT, after=after)
     if not exists and not after:  # the marker of the folder is renamed too, long before
         monkeypatch.undo()
-        raised = signalling(monkeypatch, "mca_models.storage.atomic.PartialDirectory._rename", signal.SIGINT)
+        raised = signalling(monkeypatch, "mca_models.storage.atomic.AtomicDirectory._rename", signal.SIGINT)
     code = main(["--checkpoint_path", str(source), "--output_path", str(output), "--to", "hf"])
     assert raised
     if not exists and after:  # the marker

@@ -274,7 +274,7 @@ def _anonymous(pid: int) -> int:
 
 def _large(directory: Path) -> Path:
     """A Llama of 170 MB, all zeros."""
-    from mca_models.checkpoint.config_only import ConfigOnlySource
+    from mca_models.checkpoint.hf_directory import ConfigOnlySource
     from mca_models.checkpoint.hf_writer import METADATA
     from mca_models.storage.safetensors import plan_file
     from mca_models.storage.writer import SafetensorsWriter

@@ -21,8 +21,7 @@ from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
 from mca_convert.conversion import plan_to_hf, plan_to_mca
 from mca_convert.pool import Limits
-from mca_models.checkpoint.config_only import ConfigOnlySource
-from mca_models.checkpoint.hf_directory import HfSource
+from mca_models.checkpoint.hf_directory import ConfigOnlySource, HfSource
 from mca_models.checkpoint.hf_writer import METADATA
 from mca_models.checkpoint.mca_directory import McaSource, layout_faults
 from mca_models.storage.safetensors import plan_file

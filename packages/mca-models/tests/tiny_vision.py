@@ -297,6 +297,18 @@ CASES: dict[str, Case] = {
         },
         {"image_token_id": 65, "projector_hidden_size": 20},
     ),
+    "minicpmv4_6": (
+        "minicpmv4_6",
+        {"model_type": "qwen3_5_text", **tiny_hf.DELTA_NET, "rope_parameters": _HALF},
+        {**_SIGLIP, "num_hidden_layers": 3},
+        {"image_token_id": 65, "video_token_id": 66, "insert_layer_id": 1},
+    ),
+    "minicpmv4_6-4x": (
+        "minicpmv4_6",
+        {"model_type": "qwen3_5_text", **tiny_hf.DELTA_NET, "rope_parameters": _HALF},
+        dict(_SIGLIP),
+        {"image_token_id": 65, "video_token_id": 66, "downsample_mode": "4x", "merger_times": 2},
+    ),
     "lfm3_vl": (
         "lfm3_vl",
         {**tiny_hf.ALIKE["lfm3"][1], "model_type": "lfm3"},

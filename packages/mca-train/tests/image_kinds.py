@@ -26,6 +26,8 @@ from transformers.models.llava_onevision.image_processing_pil_llava_onevision im
     LlavaOnevisionImageProcessorPil,
 )
 from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
+from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import MiniCPMV4_6ImageProcessorPil
+from transformers.models.minicpmv4_6.processing_minicpmv4_6 import MiniCPMV4_6Processor
 from transformers.models.ovis2.image_processing_pil_ovis2 import Ovis2ImageProcessorPil
 from transformers.models.ovis2.processing_ovis2 import Ovis2Processor
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
@@ -414,6 +416,58 @@ def lfm2_vl():
     return kind, expected
 
 
+MINICPM = {
+    **{f"image_{side}_token": mark for side, mark in (("start", "<image>"), ("end", "</image>"))},
+    **{f"slice_{side}_token": mark for side, mark in (("start", "<slice>"), ("end", "</slice>"))},
+    **{f"image_id_{side}_token": mark for side, mark in (("start", "<image_id>"), ("end", "</image_id>"))},
+    **{"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"},
+}
+
+
+class MiniCPM(MiniCPMV4_6Processor):
+    """One that takes no videos unless it gets their processor, which needs torchvision."""
+
+    def __init__(self, image_processor, video_processor=None, tokenizer=None, **options):
+        videos = video_processor or SimpleNamespace(slice_mode=True, downsample_mode="16x")
+        super().__init__(image_processor, videos, tokenizer, **options)
+
+    def check_argument_for_proper_class(self, name, argument):
+        return type(argument)
+
+
+def minicpm(mode="16x", **options):
+    kind = Kind(
+        "minicpmv4_6",
+        tuple(MINICPM.values()),
+        MiniCPMV4_6ImageProcessorPil(scale_resolution=16, patch_size=2, max_slice_nums=6, **options),
+        lambda ids: {
+            **{"image_token_id": ids[-2], "video_token_id": ids[-1], "downsample_mode": mode},
+            "vision_config": {"patch_size": 2},
+        },
+        "<|image_pad|>",
+    )
+    for name, mark in MINICPM.items():
+        setattr(kind.tokenizer, name, mark)
+    for name in ("image_token", "video_token"):
+        setattr(kind.tokenizer, f"{name}_id", kind.tokenizer.convert_tokens_to_ids(MINICPM[name]))
+    whole = MiniCPM(kind.processor, tokenizer=kind.tokenizer)
+
+    def expected(text, images):
+        made = whole(
+            images=[images],
+            text=[text.replace("@", "<|image_pad|>")],
+            return_tensors="pt",
+            downsample_mode=mode,
+        )
+        patches = made["pixel_values"][0].unflatten(2, (-1, 2)).permute(2, 0, 1, 3)
+        return made["input_ids"][0].tolist(), {
+            "pixel_values": patches,
+            "target_sizes": made["target_sizes"],
+        }
+
+    return kind, expected
+
+
 KINDS = {
     "aya_vision": aya_vision,
     "gemma4": gemma4,
@@ -431,6 +485,8 @@ KINDS = {
     "idefics3": idefics,
     "smolvlm": partial(idefics, "smolvlm"),
     "lfm2_vl": lfm2_vl,
+    "minicpmv4_6": minicpm,
+    "minicpmv4_6-4x": partial(minicpm, "4x"),
     "ovis2": ovis2,
     "llama4": llama4,
     "kimi_k25": kimi,

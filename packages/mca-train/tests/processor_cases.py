@@ -6,6 +6,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+import image_kinds
 import numpy as np
 import pytest
 from drawn_images import processor
@@ -461,6 +462,17 @@ LFM2 = Case(
     lambda ids: {"image_token_id": ids["image_token"]},
 )
 LFM2 = replace(LFM2, written=tuple(LFM2.tokens.values()))
+MINICPM = Case(
+    lambda: image_kinds.MiniCPM,
+    "<|image_pad|>",
+    image_kinds.MINICPM,
+    lambda: image_kinds.MiniCPMV4_6ImageProcessorPil(scale_resolution=16, patch_size=2, max_slice_nums=6),
+    lambda ids: {
+        **{"image_token_id": ids["image_token"], "video_token_id": ids["video_token"]},
+        "vision_config": {"patch_size": 2},
+    },
+    written=tuple(image_kinds.MINICPM.values()),
+)
 CASES = {
     "aya_vision": AYA,
     "cohere2_vision": COMMAND_A,
@@ -496,6 +508,7 @@ CASES = {
     "llava_onevision": ONEVISION,
     "idefics3": IDEFICS,
     "lfm2_vl": LFM2,
+    "minicpmv4_6": MINICPM,
     "lfm3_vl": qwen(Lfm3VlProcessor),
     "ovis2": OVIS,
     "smolvlm": replace(

@@ -106,7 +106,11 @@ def test_a_misspelt_flag_without_a_file_is_named(command, flag, reported, capsys
             [],
             "metric_for_best_model is 'accuracy'; mca-train pretrain eval",
         ),
-        ({"load_best_model_at_end": True, "save_strategy": "epoch"}, [], "--load_best_model_at_end requires"),
+        (
+            {"load_best_model_at_end": True, "save_strategy": "epoch"},
+            [],
+            "load_best_model_at_end is true, but eval_strategy is no",
+        ),
         (
             {"load_best_model_at_end": True, "save_strategy": "no"},
             [],

@@ -98,6 +98,7 @@ def problems(args: HfArguments) -> list[str]:
         *_choices(args),
         *_numbers(args),
         *_rates(args),
+        *_intervals(args),
     ]
 
 
@@ -164,6 +165,65 @@ def _numbers(args: HfArguments) -> Iterator[str]:
         yield from (f"{name} must be {words}, not {value}" for name, value in wrong.items())
     if args.max_steps <= 0 and not 0 < float(args.num_train_epochs) < math.inf:
         yield f"num_train_epochs must be above 0 unless max_steps is set, not {args.num_train_epochs}"
+
+
+_BY_METRIC = ("reduce_lr_on_plateau", "greedy")
+"""Schedules that follow the evaluation loss."""
+
+
+def _intervals(args: HfArguments) -> Iterator[str]:
+    """Report contradictions of logging, evaluation and saving, which Hugging Face checks after imports."""
+    evaluates, schedule = _name(args.eval_strategy), _name(args.lr_scheduler_type)
+    steps = {"logging": args.logging_steps, "eval": args.eval_steps, "save": args.save_steps}
+    for name, value in steps.items():
+        if (
+            value
+            and value > 1
+            and value != int(value)
+            and _name(getattr(args, f"{name}_strategy")) == "steps"
+        ):
+            yield f"{name}_steps must be a whole number or below 1, not {value}"
+    if _name(args.logging_strategy) == "steps" and args.logging_steps == 0:
+        yield "logging_steps must be above 0 with logging_strategy steps, not 0"
+    if schedule in _BY_METRIC and evaluates == "no":
+        yield f"lr_scheduler_type {schedule} follows the evaluation loss, but eval_strategy is no; set it"
+    if args.dataloader_prefetch_factor is not None and args.dataloader_num_workers == 0:
+        yield (
+            "dataloader_prefetch_factor needs dataloader_num_workers above 0; set it or remove "
+            "dataloader_prefetch_factor"
+        )
+    if _name(args.save_strategy) == "best" and args.metric_for_best_model is None:
+        if not args.load_best_model_at_end and schedule not in _BY_METRIC:  # for these it is the loss
+            yield "save_strategy best needs metric_for_best_model; set it, for example to loss"
+    if args.load_best_model_at_end:
+        yield from _best_model_problems(args, evaluates, _name(args.save_strategy))
+
+
+def _best_model_problems(args: HfArguments, evaluates: str, saves: str) -> Iterator[str]:
+    """Report checkpoints that ``load_best_model_at_end`` cannot choose from, because no evaluation is at their step."""
+    if saves in ("best", "no") and evaluates == "no":
+        return  # no contradiction; `mca-train` has a rule for it
+    if evaluates == "no":
+        yield "load_best_model_at_end is true, but eval_strategy is no; set it, or remove the key"
+    elif saves not in (evaluates, "best"):
+        yield (
+            f"save_strategy is {saves} and eval_strategy {evaluates}, but load_best_model_at_end chooses among "
+            f"evaluated checkpoints; set save_strategy to {evaluates} or best"
+        )
+    elif saves == evaluates == "steps":
+        name = "eval_steps" if args.eval_steps else "logging_steps"
+        every, kept = float(args.eval_steps or args.logging_steps), float(args.save_steps)
+        scale = 1e6 if every < 1 and kept < 1 else 1  # as Hugging Face compares fractions of a run
+        if every and ((every < 1) != (kept < 1) or kept * scale % (every * scale)):
+            yield (
+                f"save_steps is {args.save_steps:g}, but load_best_model_at_end needs a multiple of {name} "
+                f"({every:g}); change one of the two"
+            )
+
+
+def _name(value: object) -> str:
+    """Return the word of a choice, which may be a member of an enumeration."""
+    return str(getattr(value, "value", value))
 
 
 def _rates(args: HfArguments) -> Iterator[str]:

@@ -14,24 +14,20 @@ from typing import Literal, Self, TypeVar, cast
 from mca_config import _roll, fields, files
 from mca_config.errors import McaError, list_problems, raise_problems, with_location
 from mca_config.layout import ParallelLayout
-from mca_config.model.attention import Attention
-from mca_config.model.block import Block
-from mca_config.model.block_sparse_attention import BlockSparseAttention
-from mca_config.model.dsa import Dsa
-from mca_config.model.embedding import Embedding
+from mca_config.model.attention import Attention, BlockSparseAttention, Dsa, Mla, SharedKv
+from mca_config.model.block import Block, Mlp, Norm
+from mca_config.model.embedding import Embedding, PerLayerEmbedding, Vision
 from mca_config.model.fields import SECTION_OF, SECTIONS, group_fields
-from mca_config.model.head import OutputHead
-from mca_config.model.lightning_attention import LightningAttention
-from mca_config.model.linear_attention import LinearAttention
-from mca_config.model.mamba import Mamba
-from mca_config.model.mla import Mla
-from mca_config.model.mlp import Mlp
+from mca_config.model.head import Mtp, OutputHead
 from mca_config.model.moe import Moe
-from mca_config.model.mrope import MRope
-from mca_config.model.mtp import Mtp
-from mca_config.model.norm import Norm
-from mca_config.model.per_layer_embedding import PerLayerEmbedding
-from mca_config.model.rope import Rope
+from mca_config.model.recurrent_layers import (
+    LightningAttention,
+    LinearAttention,
+    Mamba,
+    SelectiveScan,
+    ShortConvolution,
+)
+from mca_config.model.rope import MRope, Rope
 from mca_config.model.section import (
     Layers,
     NotNegative,
@@ -44,10 +40,6 @@ from mca_config.model.section import (
     require_matrix,
     require_numbers,
 )
-from mca_config.model.selective_scan import SelectiveScan
-from mca_config.model.shared_kv import SharedKv
-from mca_config.model.short_convolution import ShortConvolution
-from mca_config.model.vision import Vision
 from mca_config.pipeline import PipelinePlan, pipeline_plan
 from mca_config.printable import suggestion
 from mca_config.types import JsonObject, Typed, Values
@@ -422,11 +414,6 @@ class McaModelConfig:
 
 def _read_model(model: JsonObject, where: str) -> McaModelConfig:
     """Return the configuration of ``model``, whose sections are JSON objects."""
-    if stray := [key for key in model if key in SECTION_OF]:
-        raise McaError(
-            f"{where}: {stray[0]} is a field of section {SECTION_OF[stray[0]]}; an unreleased version of mca wrote "
-            "this file, convert the model again"
-        )
     made: JsonObject = {}
     problems: list[str] = []
     for name, entry in SECTIONS.items():
@@ -447,7 +434,7 @@ def _read(cls: type[T], values: JsonObject, where: str) -> T:
 
     def unknown(key: str, known: Iterable[str]) -> str:
         if key in SECTION_OF:
-            return f"{key} is a field of section {SECTION_OF[key]}"
+            return f"{key} is a field of section {SECTION_OF[key]}; move it there"
         advice = "remove it, or read the file with the version of mca that wrote it"
         return f"unknown key {key}{suggestion(key, known, advice)}"
 

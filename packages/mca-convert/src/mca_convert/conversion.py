@@ -28,7 +28,7 @@ from mca_models.checkpoint.hf_writer import MAX_SHARD_BYTES, METADATA, HfLayout
 from mca_models.checkpoint.mca_directory import McaLayout, iteration_name
 from mca_models.checkpoint.side_files import copy_side_files, different_tokenizer, side_files, side_names
 from mca_models.checkpoint_kinds import checkpoint_kind, open_checkpoint
-from mca_models.storage.atomic import PartialDirectory, require_absent, require_free
+from mca_models.storage.atomic import AtomicDirectory, require_absent, require_free
 from mca_models.storage.dtypes import DTYPE_NAMES
 from mca_models.storage.manifest import FileRecord
 from mca_models.storage.safetensors import FilePlan, plan_file
@@ -117,7 +117,7 @@ class Conversion:
         needed = self.disk_bytes
         counter = ByteCounter(self.nbytes, progress)
         counter.check()
-        partial = PartialDirectory(destination, overwrite=overwrite, require_replaceable=require_replaceable)
+        partial = AtomicDirectory(destination, overwrite=overwrite, require_replaceable=require_replaceable)
         with partial.writing(needed) as path:
             records = self._write_weights(path, limits, counter)
             files = {str(Path(self.prefix, name)): record.nbytes for name, record in records.items()}

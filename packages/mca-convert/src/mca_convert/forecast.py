@@ -1,11 +1,9 @@
 """Plan of a conversion of a model or a LoRA adapter: its files, sizes, memory and errors; nothing is written."""
 
-import dataclasses
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -27,8 +25,7 @@ from mca_convert.output import format_size
 from mca_convert.pool import Limits, too_many_files
 from mca_convert.reader import computed_bytes
 from mca_convert.request import Request, conversion_target, target_layout
-from mca_models.checkpoint.config_only import ConfigOnlySource
-from mca_models.checkpoint.hf_directory import StoredTensor, has_weights
+from mca_models.checkpoint.hf_directory import ConfigOnlySource, StoredTensor, has_weights
 from mca_models.checkpoint.hf_writer import METADATA
 from mca_models.checkpoint.mca_directory import McaLayout, is_mca, iteration_name, layout_faults, load_config
 from mca_models.checkpoint.side_files import side_files
@@ -120,7 +117,21 @@ class ConversionPlan:
         """Return whether the conversion can run."""
         return not self.refusals
 
-    def _attempt(self, step: Callable[[], T]) -> T | None:
+
+def forecast(request: Request) -> ConversionPlan:
+    """Plan ``request`` as far as possible, without writing anything."""
+    if request.adapter is not None and not request.merge:
+        return _AdapterForecast(request, request.adapter).run()
+    return _ModelForecast(request).run()
+
+
+class _Forecast:
+    """A plan in the making. An error of one step is recorded, and the steps that do not need its result go on."""
+
+    def __init__(self, request: Request, plan: ConversionPlan) -> None:
+        self.request, self.plan = request, plan
+
+    def attempt(self, step: Callable[[], T]) -> T | None:
         """Return the result of ``step``; on an error record it and return None."""
         try:
             return step()
@@ -128,110 +139,224 @@ class ConversionPlan:
             reason = str(error)
         except OSError as error:
             reason = f"{error.filename}: {error.strerror}"
-        self.refusals += [line for line in [reason] if line not in self.refusals]
+        if reason not in self.plan.refusals:
+            self.plan.refusals.append(reason)
         return None
 
+    def check_destination(self) -> None:
+        """Record whether the destination exists, is inside a source, or cannot be written."""
+        destination, overwrite = self.request.destination, self.request.overwrite
+        if destination is not None:
+            sources = filter(None, (self.request.adapter, self.request.checkpoint))
+            self.attempt(lambda: require_free_destination(sources, destination, overwrite=overwrite))
+            self.attempt(lambda: _require_writable(destination))
 
-def forecast(request: Request) -> ConversionPlan:
-    """Plan ``request`` as far as possible, without writing anything."""
-    if request.adapter is not None and not request.merge:
-        return _forecast_adapter(request, request.adapter)
-    return _forecast_model(request)
-
-
-def _forecast_model(request: Request) -> ConversionPlan:
-    path = request.require_checkpoint()
-    result = ConversionPlan(source=str(path), target=request.to or "mca", workers=request.limits.workers)
-    kind = result._attempt(lambda: checkpoint_kind(path))
-    if kind is not None:
-        result.kind = kind.value
-        result.target = conversion_target(request, from_megatron=kind.is_megatron)
-    _check_destination(request, result)
-    source = None if kind is None else _open(path, request, kind, result)
-    if source is not None and request.adapter is not None:
-        source = _merged(source, request.adapter, request.cast, result)
-    if source is None:
-        return result
-    base = source.config.layout
-    layout = result._attempt(lambda: target_layout(request.layout, base))
-    conversion = _plan(request, source, layout, result)
-    if conversion is not None:
-        _describe(conversion, request, result)
-        _require_space(request.destination, lambda: conversion.disk_bytes, result)
-        if not result.config_only:
-            _report_values(conversion, request, result)
-    return result
-
-
-def _merged(base: ModelSource, path: Path, cast: str | None, result: ConversionPlan) -> ModelSource | None:
-    return result._attempt(lambda: MergedSource(base, open_adapter(path, base.config), cast))
-
-
-def _open(path: Path, request: Request, kind: CheckpointKind, result: ConversionPlan) -> ModelSource | None:
-    """Open the source; if that fails, return one from its configuration alone, for a partial forecast."""
-    if kind is not CheckpointKind.HF or has_weights(path):
-        source = result._attempt(lambda: open_checkpoint(path, request.cast))
-        if source is not None:
-            result._attempt(source.check_duplicates)
-            result._attempt(lambda: side_files(path))
-            return source
-        if kind.is_adapter:
-            return None
-    else:
-        result.notes.append(
-            "there is only a config.json: sizes are computed from it, and no file was checked"
-        )
-    result.config_only = True
-    seen = list(result.refusals)
-    config = result._attempt(lambda: load_config(path)) if is_mca(path) else None
-    if is_mca(path) and config is None:
-        return None
-    config_only = result._attempt(lambda: ConfigOnlySource(path, config, request.cast))
-    if seen:
-        result.refusals = seen  # the configuration's own faults were reported when it was opened
-    return config_only
-
-
-def _plan(
-    request: Request, source: ModelSource, layout: ParallelLayout | None, result: ConversionPlan
-) -> Conversion | None:
-    result.model_type = source.config.model_type
-    result.tensors = len({name for param in source.params for name in param.hf_names()})
-    result.parameters = sum(prod(source.full_shape(param)) for param in source.params)
-    result.read_bytes = sum(_stored_bytes(info) for info in source.tensors())
-    faults = list(dtype_faults(source))
-    if layout is not None and result.target == "mca":
-        result.layout, result.layout_sizes = str(layout), dataclasses.asdict(layout)
-        wholes = {param.mca_name(): source.full_shape(param) for param in source.params}
-        faults += layout_faults(source.params, replace(source.config, layout=layout), wholes)
-    result.refusals += faults
-    if faults or (layout is None and result.target == "mca"):
-        return None
-    if result.target == "hf":
-        return result._attempt(
-            lambda: plan_to_hf(source, request.cast, request.max_shard_bytes, fp8=request.fp8)
-        )
-    return result._attempt(lambda: plan_to_mca(source, layout or ParallelLayout(), request.cast))
-
-
-def _report_values(conversion: Conversion, request: Request, result: ConversionPlan) -> None:
-    """Report values that are not finite, or not finite after the cast, with ``--values``; else how to find them."""
-    notes = Notes(conversion.source, conversion.fills)
-    if not request.values:
-        if notes.work is not None:
-            result.notes.append(
-                "no value was read; the conversion fails if one is not finite in the target; --values reads them"
+    def check_space(self, size: Callable[[], int]) -> None:
+        """Record an error if the disk has less free space than ``size``."""
+        destination = self.request.destination
+        if destination is None:
+            return
+        parent, needed = self.attempt(lambda: _existing_parent(destination)), self.attempt(size)
+        if parent is None or needed is None:
+            return
+        free = shutil.disk_usage(parent).free
+        if free < needed:
+            self.plan.refusals.append(
+                f"--output_path {destination}: needs {format_size(needed)}, {parent} has "
+                f"{format_size(free)} free; free space or name another path"
             )
-        return
-    source, casts = conversion.source, notes.casts()
-    read = partial(search, source, source.params, request.limits, casts=casts, checksums=True)
-    found = result._attempt(read)
-    if not found:
-        return
-    if notes.work is None:
-        result.notes.append(non_finite_warning(source.path, count_by_name(found)))
-    else:
-        result.refusals += [str(non_finite_error(one, notes.work, request.cast or "")) for one in found]
+
+    def describe_layout(self, layout: ParallelLayout) -> None:
+        """Add the layout of an MCA target."""
+        self.plan.layout, self.plan.layout_sizes = str(layout), asdict(layout)
+
+
+class _ModelForecast(_Forecast):
+    """Plan of the conversion of a model."""
+
+    def __init__(self, request: Request) -> None:
+        self.path = request.require_checkpoint()
+        plan = ConversionPlan(
+            source=str(self.path), target=request.to or "mca", workers=request.limits.workers
+        )
+        super().__init__(request, plan)
+
+    def run(self) -> ConversionPlan:
+        """Return the plan."""
+        kind = self.attempt(lambda: checkpoint_kind(self.path))
+        if kind is not None:
+            self.plan.kind = kind.value
+            self.plan.target = conversion_target(self.request, from_megatron=kind.is_megatron)
+        self.check_destination()
+        source = None if kind is None else self._open(kind)
+        if source is None:
+            return self.plan
+        conversion = self._plan_conversion(source)
+        if conversion is not None:
+            self._describe(conversion)
+            self.check_space(lambda: conversion.disk_bytes)
+            if not self.plan.config_only:
+                self._report_values(conversion)
+        return self.plan
+
+    def _open(self, kind: CheckpointKind) -> ModelSource | None:
+        """Open the source, with the adapter merged in if there is one."""
+        source, adapter = self._open_checkpoint(kind), self.request.adapter
+        if source is None or adapter is None:
+            return source
+        return self.attempt(
+            lambda: MergedSource(source, open_adapter(adapter, source.config), self.request.cast)
+        )
+
+    def _open_checkpoint(self, kind: CheckpointKind) -> ModelSource | None:
+        """Open the checkpoint, or its configuration alone if that fails, for a partial plan."""
+        if kind is CheckpointKind.HF and not has_weights(self.path):
+            self.plan.notes.append(
+                "there is only a config.json: sizes are computed from it, and no file was checked"
+            )
+            return self._open_config()
+        source = self.attempt(lambda: open_checkpoint(self.path, self.request.cast))
+        if source is None:
+            return None if kind.is_adapter else self._open_config()
+        self.attempt(source.check_duplicates)
+        self.attempt(lambda: side_files(self.path))
+        return source
+
+    def _open_config(self) -> ModelSource | None:
+        """Return a source with names, dtypes and shapes from the configuration."""
+        self.plan.config_only = True
+        known_errors = list(self.plan.refusals)
+        config = self.attempt(lambda: load_config(self.path)) if is_mca(self.path) else None
+        if is_mca(self.path) and config is None:
+            return None
+        source = self.attempt(lambda: ConfigOnlySource(self.path, config, self.request.cast))
+        if known_errors:  # the checkpoint could not be opened, which reported the configuration's errors too
+            self.plan.refusals = known_errors
+        return source
+
+    def _plan_conversion(self, source: ModelSource) -> Conversion | None:
+        """Describe the source and plan its conversion; None: it cannot be converted."""
+        plan, request = self.plan, self.request
+        layout = self.attempt(lambda: target_layout(request.layout, source.config.layout))
+        plan.model_type = source.config.model_type
+        plan.tensors = len({name for param in source.params for name in param.hf_names()})
+        plan.parameters = sum(prod(source.full_shape(param)) for param in source.params)
+        plan.read_bytes = sum(_stored_bytes(info) for info in source.tensors())
+        faults = list(dtype_faults(source))
+        if layout is not None and plan.target == "mca":
+            self.describe_layout(layout)
+            wholes = {param.mca_name(): source.full_shape(param) for param in source.params}
+            faults += layout_faults(source.params, replace(source.config, layout=layout), wholes)
+        plan.refusals += faults
+        if faults:
+            return None
+        if plan.target == "hf":
+            return self.attempt(
+                lambda: plan_to_hf(source, request.cast, request.max_shard_bytes, fp8=request.fp8)
+            )
+        if layout is None:
+            return None
+        return self.attempt(lambda: plan_to_mca(source, layout, request.cast))
+
+    def _describe(self, conversion: Conversion) -> None:
+        """Add the files that the conversion writes, and its memory."""
+        plan = self.plan
+        file_plans = conversion.file_plans(self.request.destination or conversion.source.path)
+        plan.written_bytes = conversion.nbytes
+        plan.files = {name: file.nbytes for name, file in file_plans.items()}
+        if isinstance(conversion.target, McaLayout):
+            plan.stages = list(plan_stages(conversion.target, plan.files))
+            _ = conversion.target.manifest_tensors  # takes its memory, as in the conversion itself
+        buffers = _buffer_bytes(conversion, self.request.limits)
+        plan.peak_bytes = _anonymous_bytes() + _WORK_BYTES + buffers
+        if fault := too_many_files(conversion.open_files):
+            plan.refusals.append(fault)
+
+    def _report_values(self, conversion: Conversion) -> None:
+        """Report values that are not finite, also after the cast, with ``--values``; else how to find them."""
+        plan, request, source = self.plan, self.request, conversion.source
+        notes = Notes(source, conversion.fills)
+        if not request.values:
+            if notes.work is not None:
+                plan.notes.append(
+                    "no value was read; the conversion fails if one is not finite in the target; --values reads them"
+                )
+            return
+        casts = notes.casts()
+        found = self.attempt(
+            lambda: search(source, source.params, request.limits, casts=casts, checksums=True)
+        )
+        if not found:
+            return
+        if notes.work is None:
+            plan.notes.append(non_finite_warning(source.path, count_by_name(found)))
+        else:
+            plan.refusals += [str(non_finite_error(one, notes.work, request.cast or "")) for one in found]
+
+
+class _AdapterForecast(_Forecast):
+    """Plan of the conversion of a LoRA adapter."""
+
+    def __init__(self, request: Request, path: Path) -> None:
+        self.path, self.from_mca = path, is_mca_adapter(path)
+        target = conversion_target(request, from_megatron=self.from_mca)
+        super().__init__(request, ConversionPlan(source=str(path), target=target, workers=1))
+
+    def run(self) -> ConversionPlan:
+        """Return the plan."""
+        plan, path, cast = self.plan, self.path, self.request.cast
+        kind = self.attempt(lambda: checkpoint_kind(path))
+        plan.kind = kind.value if kind is not None else ""
+        self.attempt(lambda: require_adapter(path))
+        self.check_destination()
+        adapter = None if kind is None else self.attempt(self._open)
+        if adapter is None:
+            return plan
+        self.attempt(lambda: side_files(path))
+        self._count(adapter)
+        written = cast_adapter(adapter, cast) if cast else adapter
+        if not cast and (counts := adapter.not_finite()):  # its tensors are read in any case
+            plan.notes.append(f"{path}: {named_counts(counts)}; they are copied as they are")
+        self.attempt(lambda: self._plan_peft(written) if plan.target == "hf" else self._plan_mca(written))
+        # the full adapter is in memory twice, as read and as written
+        plan.peak_bytes = _anonymous_bytes() + plan.written_bytes
+        sizes = [*plan.files.values(), len(adapter.config.to_json())]
+        self.check_space(lambda: bytes_on_disk(sizes, path))
+        return plan
+
+    def _open(self) -> Adapter:
+        base = self.request.checkpoint
+        return open_adapter(self.path, None if base is None else load_model_config(base))
+
+    def _count(self, adapter: Adapter) -> None:
+        self.plan.model_type = adapter.model.model_type
+        self.plan.tensors = len({name for param in adapter.params for name in param.hf_names()})
+        wholes = [adapter.read(param) for param in adapter.params]
+        self.plan.parameters = sum(whole.size for whole in wholes)
+        self.plan.read_bytes = sum(whole.nbytes for whole in wholes)
+
+    def _plan_peft(self, adapter: Adapter) -> None:
+        tensors = PeftTensors(adapter)
+        arrays = {name: tensors.array(name) for name in sorted(tensors.sources)}
+        specs = [(name, dtype_code(x.dtype), tuple(x.shape)) for name, x in arrays.items()]
+        self.plan.written_bytes = sum(x.nbytes for x in arrays.values())
+        self.plan.files = {WEIGHTS: plan_file(Path(WEIGHTS), specs, METADATA).nbytes}
+
+    def _plan_mca(self, adapter: Adapter) -> None:
+        source_layout = adapter.model.layout if self.from_mca else ParallelLayout()
+        layout = target_layout(self.request.layout, source_layout)
+        self.describe_layout(layout)
+        cut = with_layout(adapter, layout)
+        wholes = {param.mca_name(): tuple(cut.read(param).shape) for param in cut.params}
+        faults = layout_faults(cut.params, cut.model, wholes)
+        self.plan.refusals += faults
+        if faults:
+            return
+        target = plan_adapter(cut)
+        folder = Path(iteration_name(1))
+        self.plan.files = {name: plan_file(folder / name, target.specs(name)).nbytes for name in target.files}
+        self.plan.written_bytes = sum(self.plan.files.values())
+        self.plan.stages = list(plan_stages(target, self.plan.files))
 
 
 def _stored_bytes(info: StoredTensor) -> int:
@@ -240,19 +365,6 @@ def _stored_bytes(info: StoredTensor) -> int:
         return info.nbytes
     parts = (getattr(info, name, None) for name in ("weight", "scale", "blocks", "scales"))
     return sum(part.nbytes for part in parts if part is not None)
-
-
-def _describe(conversion: Conversion, request: Request, result: ConversionPlan) -> None:
-    plans = conversion.file_plans(request.destination or conversion.source.path)
-    result.written_bytes = conversion.nbytes
-    result.files = {name: plan.nbytes for name, plan in plans.items()}
-    if isinstance(conversion.target, McaLayout):
-        result.stages = list(plan_stages(conversion.target, result.files))
-        _ = conversion.target.manifest_tensors  # takes its memory, as in the conversion itself
-    buffers = _buffer_bytes(conversion, request.limits)
-    result.peak_bytes = _anonymous_bytes() + _WORK_BYTES + buffers
-    if fault := too_many_files(conversion.open_files):
-        result.refusals.append(fault)
 
 
 def _buffer_bytes(conversion: Conversion, limits: Limits) -> int:
@@ -294,69 +406,6 @@ def _computed_bytes(fill: Fill, limits: Limits) -> int:
     return kept + (_COMPUTE_BYTES if sizes else 0)
 
 
-def _forecast_adapter(request: Request, path: Path) -> ConversionPlan:
-    """Plan the conversion of the adapter in ``path``, without writing anything."""
-    from_mca = is_mca_adapter(path)
-    target = conversion_target(request, from_megatron=from_mca)
-    result = ConversionPlan(source=str(path), target=target, workers=1)
-    kind = result._attempt(lambda: checkpoint_kind(path))
-    result.kind = kind.value if kind is not None else ""
-    result._attempt(lambda: require_adapter(path))
-    _check_destination(request, result)
-    adapter = None if result.kind == "" else result._attempt(lambda: _open_adapter(request, path))
-    if adapter is None:
-        return result
-    result._attempt(lambda: side_files(path))
-    _count_adapter(adapter, result)
-    written = cast_adapter(adapter, request.cast) if request.cast else adapter
-    if not request.cast and (counts := adapter.not_finite()):  # its tensors are read in any case
-        result.notes.append(f"{path}: {named_counts(counts)}; they are copied as they are")
-    if target == "hf":
-        result._attempt(lambda: _as_peft(written, result))
-    else:
-        source_layout = adapter.model.layout if from_mca else ParallelLayout()
-        result._attempt(lambda: _as_mca(written, target_layout(request.layout, source_layout), result))
-    # the full adapter is in memory twice, as read and as written
-    result.peak_bytes = _anonymous_bytes() + result.written_bytes
-    sizes = [*result.files.values(), len(adapter.config.to_json())]
-    _require_space(request.destination, lambda: bytes_on_disk(sizes, path), result)
-    return result
-
-
-def _open_adapter(request: Request, path: Path) -> Adapter:
-    return open_adapter(path, None if request.checkpoint is None else load_model_config(request.checkpoint))
-
-
-def _count_adapter(adapter: Adapter, result: ConversionPlan) -> None:
-    result.model_type = adapter.model.model_type
-    result.tensors = len({name for param in adapter.params for name in param.hf_names()})
-    wholes = [adapter.read(param) for param in adapter.params]
-    result.parameters = sum(whole.size for whole in wholes)
-    result.read_bytes = sum(whole.nbytes for whole in wholes)
-
-
-def _as_peft(adapter: Adapter, result: ConversionPlan) -> None:
-    tensors = PeftTensors(adapter)
-    arrays = {name: tensors.array(name) for name in sorted(tensors.sources)}
-    specs = [(name, dtype_code(x.dtype), tuple(x.shape)) for name, x in arrays.items()]
-    result.written_bytes = sum(x.nbytes for x in arrays.values())
-    result.files = {WEIGHTS: plan_file(Path(WEIGHTS), specs, METADATA).nbytes}
-
-
-def _as_mca(adapter: Adapter, layout: ParallelLayout, result: ConversionPlan) -> None:
-    result.layout, result.layout_sizes = str(layout), asdict(layout)
-    cut = with_layout(adapter, layout)
-    wholes = {param.mca_name(): tuple(cut.read(param).shape) for param in cut.params}
-    result.refusals += (faults := layout_faults(cut.params, cut.model, wholes))
-    if faults:
-        return
-    plan = plan_adapter(cut)
-    folder = Path(iteration_name(1))
-    result.files = {name: plan_file(folder / name, plan.specs(name)).nbytes for name in plan.files}
-    result.written_bytes = sum(result.files.values())
-    result.stages = list(plan_stages(plan, result.files))
-
-
 def plan_stages(target: McaLayout, sizes: dict[str, int]) -> Iterator[PlannedStage]:
     """Yield the contents of each pipeline rank; ``sizes`` are those of the target's files."""
     plan = target.config.pipeline_plan()
@@ -382,15 +431,6 @@ def plan_stages(target: McaLayout, sizes: dict[str, int]) -> Iterator[PlannedSta
         )
 
 
-def _check_destination(request: Request, result: ConversionPlan) -> None:
-    """Record whether the destination exists, is inside a source, or cannot be written."""
-    destination = request.destination
-    if destination is not None:
-        sources = filter(None, (request.adapter, request.checkpoint))
-        result._attempt(partial(require_free_destination, sources, destination, overwrite=request.overwrite))
-        result._attempt(partial(_require_writable, destination))
-
-
 def _anonymous_bytes() -> int:
     """Return the anonymous memory of this process."""
     for line in Path("/proc/self/status").read_text().splitlines():
@@ -414,18 +454,3 @@ def _existing_parent(destination: Path) -> Path:
     while not parent.exists() and parent != parent.parent:
         parent = parent.parent
     return parent
-
-
-def _require_space(destination: Path | None, size: Callable[[], int], result: ConversionPlan) -> None:
-    """Record an error if the disk has too little free space."""
-    if destination is None:
-        return
-    parent, needed = result._attempt(lambda: _existing_parent(destination)), result._attempt(size)
-    if parent is None or needed is None:
-        return
-    free = shutil.disk_usage(parent).free
-    if free < needed:
-        result.refusals.append(
-            f"--output_path {destination}: needs {format_size(needed)}, {parent} has "
-            f"{format_size(free)} free; free space or name another path"
-        )

@@ -15,7 +15,10 @@ from mca_models.megatron import platform
 from mca_models.megatron.factory.execution import layout_settings, pipeline_settings
 from mca_models.megatron.factory.limits import require_supported
 from mca_models.megatron.factory.transformer_config import Target, transformer_config
+from mca_models.megatron.features.feature import Setup
+from mca_models.megatron.features.features import active_features
 from mca_models.megatron.log_probs.forward import _require_packs
+from mca_models.megatron.names import Implementation
 
 V16, V17, V18, V19 = (0, 16, 1), (0, 17), (0, 18), (0, 19, 2)
 SIZES: dict[str, Any] = {
@@ -101,20 +104,23 @@ def check(
     *,
     device: str = "cpu",
     version: tuple[int, ...] = V16,
-    implementation: str = "local",
+    implementation: Implementation = "local",
     engine: tuple[int, ...] | None = (2, 20, 2),
     packed: bool = False,
     **settings: Any,
 ) -> None:
     require_supported(
-        config,
-        layout,
-        settings,
-        device=device,
-        version=version,
-        implementation=implementation,
-        engine=engine,
-        packed=packed,
+        Setup(
+            config=config,
+            features=active_features(config),
+            layout=layout,
+            settings=settings,
+            implementation=implementation,
+            device=device,
+            version=version,
+            engine=engine,
+            packed=packed,
+        )
     )
 
 

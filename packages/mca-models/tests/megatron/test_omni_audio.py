@@ -9,7 +9,7 @@ import tiny_vision
 import torch
 import transformers
 
-from mca_models.megatron.features.audio_features import run_clips
+from mca_models.megatron.features.media_features import run_clips
 from mca_models.templates import config_from_hf, get_family
 
 KINDS = ("qwen2_5_omni", "qwen3_omni_moe")

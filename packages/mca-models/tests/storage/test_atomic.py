@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 from mca_config.errors import McaError
-from mca_models.storage import partial_folder
-from mca_models.storage.atomic import PartialDirectory, atomic_directory, move, write_file
+from mca_models.storage import staging_folder
+from mca_models.storage.atomic import AtomicDirectory, atomic_directory, move, write_file
 
 WRITER = """
 import sys, time
 from pathlib import Path
-from mca_models.storage.atomic import PartialDirectory
-partial = PartialDirectory(Path(sys.argv[1]))
+from mca_models.storage.atomic import AtomicDirectory
+partial = AtomicDirectory(Path(sys.argv[1]))
 (partial.path / "half").write_text("x")
 print("ready", flush=True)
 time.sleep(60)
@@ -97,7 +97,7 @@ def test_leftovers_of_killed_writers_go_and_those_of_living_ones_stay(tmp_path: 
         os.kill(writers[0].pid, signal.SIGKILL)
         writers[0].wait()
         time.sleep(0.05)
-        partial = PartialDirectory(target)
+        partial = AtomicDirectory(target)
         assert len(list(tmp_path.iterdir())) == 2  # the living one's and the new one
         partial.publish()
         assert target.is_dir()
@@ -110,7 +110,7 @@ def test_leftovers_of_killed_writers_go_and_those_of_living_ones_stay(tmp_path: 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(McaError, match="cannot be written"):
-        PartialDirectory(tmp_path / "file" / "below")
+        AtomicDirectory(tmp_path / "file" / "below")
 
 
 def test_what_only_looks_like_a_leftover_stays(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_what_only_looks_like_a_leftover_stays(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "mine").touch()
     for name in ("x.partial-backup", "x.partial-0123abcde"):
-        (tmp_path / name / partial_folder.MARKER).touch()
+        (tmp_path / name / staging_folder.MARKER).touch()
     (tmp_path / "x.partial-76543210").symlink_to(tmp_path / "x.partial-backup")
     with atomic_directory(tmp_path / "x") as partial:
         (partial / "file").touch()
@@ -129,17 +129,17 @@ def test_what_only_looks_like_a_leftover_stays(tmp_path: Path) -> None:
 
 def test_a_folder_whose_writer_died_at_its_marker_goes(tmp_path: Path) -> None:
     folder = left_by(tmp_path / "x")
-    for entry in (entry for entry in folder.iterdir() if entry.name != partial_folder.MARKER):
+    for entry in (entry for entry in folder.iterdir() if entry.name != staging_folder.MARKER):
         shutil.rmtree(entry)
-    (folder / partial_folder.MARKER).rename(folder / f"{partial_folder.MARKER}.new")
+    (folder / staging_folder.MARKER).rename(folder / f"{staging_folder.MARKER}.new")
     other = tmp_path / "x.partial-01234567"
     other.mkdir()
-    (other / f"{partial_folder.MARKER}.new").touch()
+    (other / f"{staging_folder.MARKER}.new").touch()
     (other / "mine").touch()
     begun = tmp_path / "x.partial-89abcdef"  # its writer had not written the marker yet
     begun.mkdir()
-    (begun / f"{partial_folder.MARKER}.new").touch()
-    partial_folder.remove_leftovers(tmp_path / "x")
+    (begun / f"{staging_folder.MARKER}.new").touch()
+    staging_folder.remove_leftovers(tmp_path / "x")
     assert list(tmp_path.iterdir()) == [other]
 
 
@@ -147,22 +147,22 @@ def test_a_folder_whose_writer_died_before_its_marker_goes(tmp_path: Path) -> No
     for name in ("x.partial-01234567", "y.partial-01234567"):
         (tmp_path / name).mkdir()
     (tmp_path / "x.partial-76543210").symlink_to(tmp_path / "y.partial-01234567")
-    partial_folder.remove_leftovers(tmp_path / "x")
+    staging_folder.remove_leftovers(tmp_path / "x")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.partial-76543210", "y.partial-01234567"]
 
 
 def test_a_folder_that_another_writer_took_for_left_is_made_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lock, locked = partial_folder._try_lock, []
+    lock, locked = staging_folder._try_lock, []
 
     def late(fd: int) -> bool:
         if not locked:
-            partial_folder.remove_leftovers(tmp_path / "x")
+            staging_folder.remove_leftovers(tmp_path / "x")
         locked.append(fd)
         return lock(fd)
 
-    monkeypatch.setattr(partial_folder, "_try_lock", late)
+    monkeypatch.setattr(staging_folder, "_try_lock", late)
     with atomic_directory(tmp_path / "x") as partial:
         (partial / "file").touch()
     assert len(locked) > 1
@@ -171,7 +171,7 @@ def test_a_folder_that_another_writer_took_for_left_is_made_anew(
 
 def left_by(target: Path, other: bool = False) -> Path:
     """A folder that a process left which was killed; ``other``: on another machine."""
-    held = PartialDirectory(target, overwrite=True)
+    held = AtomicDirectory(target, overwrite=True)
     (held.path / "half").touch()
     folder = held.path.parent
     copy = folder.with_name("copy")
@@ -179,8 +179,8 @@ def left_by(target: Path, other: bool = False) -> Path:
     held.discard()
     copy.rename(folder)
     if other:
-        marker = json.loads((folder / partial_folder.MARKER).read_text())
-        (folder / partial_folder.MARKER).write_text(json.dumps(marker | {"machine": ["other", "start"]}))
+        marker = json.loads((folder / staging_folder.MARKER).read_text())
+        (folder / staging_folder.MARKER).write_text(json.dumps(marker | {"machine": ["other", "start"]}))
     return folder
 
 
@@ -191,32 +191,32 @@ def test_a_folder_of_another_machine_stays_until_nothing_has_changed_in_it_for_a
             os.utime(path, (time.time() - age,) * 2)
         with atomic_directory(tmp_path / f"{age}" / "x"):
             pass
-        partial_folder.remove_leftovers(tmp_path / "x")
+        staging_folder.remove_leftovers(tmp_path / "x")
         assert folder.exists() == stays
     mine = left_by(tmp_path / "x")
-    partial_folder.remove_leftovers(tmp_path / "x")
+    staging_folder.remove_leftovers(tmp_path / "x")
     assert not mine.exists()
 
 
-def lose_everything(partial: PartialDirectory) -> None:
+def lose_everything(partial: AtomicDirectory) -> None:
     shutil.rmtree(partial.path.parent)
 
 
-def lose_and_make_anew(partial: PartialDirectory) -> None:
+def lose_and_make_anew(partial: AtomicDirectory) -> None:
     shutil.rmtree(partial.path.parent)
     partial.path.mkdir(parents=True)
     (partial.path / "weights").write_bytes(b"1234")
 
 
-def lose_the_content(partial: PartialDirectory) -> None:
+def lose_the_content(partial: AtomicDirectory) -> None:
     shutil.rmtree(partial.path)
 
 
-def lose_a_file(partial: PartialDirectory) -> None:
+def lose_a_file(partial: AtomicDirectory) -> None:
     (partial.path / "weights").unlink()
 
 
-def cut_a_file(partial: PartialDirectory) -> None:
+def cut_a_file(partial: AtomicDirectory) -> None:
     os.truncate(partial.path / "weights", 2)
 
 
@@ -225,12 +225,12 @@ def cut_a_file(partial: PartialDirectory) -> None:
 )
 @pytest.mark.parametrize("exists", [False, True])
 def test_only_the_directory_that_was_begun_is_published(
-    harm: Callable[[PartialDirectory], None], exists: bool, tmp_path: Path
+    harm: Callable[[AtomicDirectory], None], exists: bool, tmp_path: Path
 ) -> None:
     target = tmp_path / "x"
     if exists:
         target.mkdir()
-    partial = PartialDirectory(target)
+    partial = AtomicDirectory(target)
     (partial.path / "weights").write_bytes(b"1234")
     harm(partial)
     with pytest.raises(McaError, match="convert again"):
@@ -239,7 +239,7 @@ def test_only_the_directory_that_was_begun_is_published(
 
 
 def test_small_files_do_not_make_a_lost_directory_anew(tmp_path: Path) -> None:
-    partial = PartialDirectory(tmp_path / "x")
+    partial = AtomicDirectory(tmp_path / "x")
     lose_everything(partial)
     with pytest.raises(McaError, match="No such file"):
         write_file(partial.path / "config.json", b"{}")
@@ -295,7 +295,7 @@ FILLER = """
 import os, sys
 from pathlib import Path
 from mca_models.storage import atomic
-from mca_models.storage.atomic import PartialDirectory
+from mca_models.storage.atomic import AtomicDirectory
 moves = 0
 def move(*words):
     global moves
@@ -304,7 +304,7 @@ def move(*words):
     moves += 1
     original(*words)
 original, atomic.move = atomic.move, move
-partial = PartialDirectory(Path(sys.argv[1]))
+partial = AtomicDirectory(Path(sys.argv[1]))
 for name in ("mca_config.json", "weights", "config.json"):
     (partial.path / name).write_text("x")
 partial.publish()
@@ -320,7 +320,7 @@ def test_an_existing_directory_that_was_filled_halfway_is_no_checkpoint(moves: i
     assert not (target / "mca_config.json").exists(), "the file that readers look for comes last"
     (target / "mine").touch()
     with pytest.raises(McaError, match="not empty"):
-        PartialDirectory(target)
+        AtomicDirectory(target)
     (target / "mine").unlink()
     with atomic_directory(target) as partial:
         (partial / "file").touch()
@@ -332,7 +332,7 @@ def test_of_two_writers_the_first_to_finish_wins(exists: bool, tmp_path: Path) -
     target = tmp_path / "above" / "x"
     if exists:
         target.mkdir(parents=True)
-    first, second = PartialDirectory(target), PartialDirectory(target)
+    first, second = AtomicDirectory(target), AtomicDirectory(target)
     for number, partial in enumerate((first, second)):
         (partial.path / str(number)).touch()
     first.publish()
@@ -370,8 +370,8 @@ def test_without_an_exchange_of_the_file_system_the_old_one_steps_aside(
     monkeypatch.setattr("mca_models.storage.atomic._renameat2", unknown)
     test_overwrite_exchanges_whole_directories(tmp_path)
     folder = left_by(tmp_path / "x")
-    (tmp_path / "x").rename(folder / partial_folder.DISPLACED)  # killed between the two steps
-    partial_folder.remove_leftovers(tmp_path / "x")
+    (tmp_path / "x").rename(folder / staging_folder.DISPLACED)  # killed between the two steps
+    staging_folder.remove_leftovers(tmp_path / "x")
     assert [path.name for path in tmp_path.rglob("*")] == ["x", "new"]
 
 

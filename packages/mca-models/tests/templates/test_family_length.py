@@ -24,6 +24,7 @@ LONGER = {
             "kimi_k25",
             "lfm3_vl",
             "llama4",
+            "minicpmv4_6",
             "minimax_m3_vl",
             "ovis2",
             "qwen2_vl",

@@ -46,6 +46,7 @@ PUBLISHED = {
     "qianfan-ocr-4b": pytest.approx(
         4.74e9, abs=0.01e9
     ),  # of Qwen 3 4B and defaults of transformers' configuration
+    "minicpm-v-4.6": 1_300_659_440,  # written from memory: SigLIP 2 400M, Qwen 3.5 0.8B
     "lfm2-vl-450m": pytest.approx(0.451e9, abs=0.001e9),
     "lfm3-vl-2b": pytest.approx(1.92e9, abs=0.01e9),  # defaults of transformers' configurations
     "smolvlm2-2.2b": pytest.approx(2.25e9, abs=0.01e9),

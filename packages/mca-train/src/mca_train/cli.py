@@ -190,7 +190,7 @@ def _print_client_path(words: list[str]) -> int:
     from mca_train.clients import client_path
 
     if len(words) != 1:
-        raise UsageError("mca-train client needs a name: mca-train client mcore_adapter")
+        raise UsageError("mca-train client needs a name: mcore_adapter (for LLaMA-Factory) or roll")
     sys.stdout.write(f"{client_path(words[0])}\n")
     return 0
 

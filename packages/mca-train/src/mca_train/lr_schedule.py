@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from mca_config.types import JsonObject, Values
 from mca_train.config.early_rules import (
@@ -13,6 +13,7 @@ from mca_train.config.early_rules import (
     check_rates,
     check_schedule_settings,
     checked_steps,
+    metric_schedules,
     schedule_problem,
 )
 
@@ -158,9 +159,7 @@ def schedule_problems(training: "TrainingArguments") -> Iterator[str]:
     schedule = training.lr_scheduler_type.value
     function = TYPE_TO_SCHEDULER_FUNCTION[training.lr_scheduler_type]
     try:
-        check_schedule_settings(
-            ReduceLROnPlateau if schedule == "reduce_lr_on_plateau" else function, settings
-        )
+        check_schedule_settings(metric_schedules().get(training.lr_scheduler_type.name, function), settings)
         with warnings.catch_warnings(action="ignore"):
             rate = LearningRate(training, steps)
         rate.check(steps)

@@ -26,7 +26,7 @@ class Batches:
 
 def length(max_steps: int, epochs: float, size: int, position: dict[str, Any], done: int) -> tuple[int, ...]:
     args: Any = SimpleNamespace(max_steps=max_steps, num_train_epochs=epochs)
-    found = RunLength.from_arguments(args, Batches(20, size), RunPosition(of=20, **position), done)
+    found = RunLength.from_arguments(args, Batches(20, size), RunPosition(epoch_samples=20, **position), done)
     return found.max_steps, found.num_epochs, found.schedule_steps, found.schedule_done
 
 
@@ -46,7 +46,7 @@ def length(max_steps: int, epochs: float, size: int, position: dict[str, Any], d
         ((-1, 3.0, 4, {"epoch": 3}, 15), (15, 3, 15, 15)),
         ((-1, 1.0, 4, {"epoch": 1, "samples": 8}, 7), (7, 2, 5, 7)),
         # a callback ended the first epoch 2 steps early: the schedule keeps them, and no epoch is added
-        ((-1, 3.0, 4, {"epoch": 1, "extra": -2}, 3), (15, 3, 15, 3)),
+        ((-1, 3.0, 4, {"epoch": 1, "extra_steps": -2}, 3), (15, 3, 15, 3)),
     ],
 )
 def test_the_length_of_a_run(arguments: tuple[Any, ...], expected: tuple[int, ...]) -> None:

@@ -103,23 +103,25 @@ def streamed(order):
             {"samples": 8, "order": ""},
             "seed 2",
             False,
-        ),  # of an older checkpoint, or of a stream of the user's
+        ),  # of a stream of the user's
         ({"samples": 0}, "seed 2", False),  # nothing is skipped
-        ({"samples": 8, "ended": True}, "seed 2", False),
+        ({"samples": 8, "epoch_ended": True}, "seed 2", False),
     ],
 )
 def test_samples_in_another_order_are_told_of(sampler, place, now, is_told, caplog):
-    place = RunPosition(**{"of": 23, "batch": 4, "units": "samples", "order": "seed 1", **place})
+    place = RunPosition(
+        **{"epoch_samples": 23, "step_samples": 4, "unit": "samples", "order": "seed 1", **place}
+    )
     assert resume_position(place, sampler(now)).order == now
     expected = (
-        "the checkpoint's samples come in another order (seed 1) than this run's (seed 2): some may be used twice or "
-        "not at all"
+        "the checkpoint has its samples in another order (seed 1) than this run (seed 2): some samples of this epoch "
+        "may be used twice or not at all"
     )
     assert [record.getMessage() for record in caplog.records] == [expected] * is_told
 
 
 def test_an_epoch_that_is_done_has_no_order_but_a_stream_goes_on(caplog):
-    place = RunPosition(of=23, samples=23, batch=4, units="samples", order="seed 1")
+    place = RunPosition(epoch_samples=23, samples=23, step_samples=4, unit="samples", order="seed 1")
     resume_position(place, in_memory("seed 2"))
     assert not caplog.records
     resume_position(place, streamed("seed 2"))

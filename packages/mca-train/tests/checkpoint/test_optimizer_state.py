@@ -32,10 +32,10 @@ def test_a_leaf_that_is_stored_as_several_tensors_needs_all_of_them(
     }.items():
         monkeypatch.setattr(optimizer_state, name, value)
     optimizer: Any = None
-    weights: Any = SimpleNamespace(in_fp32=False)
+    read_weight: Any = None
     numbers = optimizer_state.Numbers(1.0, None, "adam")
     with pytest.raises(McaError, match=r"holds no 'exp_avg\.in_proj\.weight' \(weight\)"):
-        optimizer_state._load(optimizer, [], tmp_path, numbers, weights, ())
+        optimizer_state._load(optimizer, [], tmp_path, numbers, read_weight)
 
 
 def test_the_step_is_the_largest_of_all_parts() -> None:
@@ -139,9 +139,9 @@ def test_a_hybrid_optimizer_is_an_adam_while_its_state_is_saved_or_loaded(
 
     monkeypatch.setattr(optimizer_state, "as_adam", as_adam)
     monkeypatch.setattr(optimizer_state, "_load", lambda *values: calls.append(values))
-    weights: Any = "weights"
-    optimizer_state.load("own", [], tmp_path, "numbers", weights, ignored=("x",))  # type: ignore[arg-type]
-    assert calls == [("own", True), ("own", [], tmp_path, "numbers", "weights", ("x",)), "plain again"]
+    read_weight: Any = "read"
+    optimizer_state.load("own", [], tmp_path, "numbers", read_weight)  # type: ignore[arg-type]
+    assert calls == [("own", True), ("own", [], tmp_path, "numbers", "read"), "plain again"]
     calls.clear()
     monkeypatch.setattr(
         optimizer_state, "_sharded", lambda optimizer, chunks, *, loading: calls.append(loading) or "state"

@@ -41,7 +41,7 @@ def test_what_is_stored_is_looked_through_once(tmp_path: Path, monkeypatch: pyte
     model: Any = SimpleNamespace(
         local_params=lambda: held, rank_context=SimpleNamespace(layout=None, coordinates=None)
     )
-    read = saved_weights(model, tmp_path).read
+    read = saved_weights(model, tmp_path)
     found = {name: read(tensor).tolist() for name, tensor in tensors.items()}
     assert found == {name: [value] * 3 for name, value in values.items()}
     assert source.looks == 1

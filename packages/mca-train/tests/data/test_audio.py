@@ -294,7 +294,7 @@ def test_clips_can_be_read_after_a_fork(folder):
 
 def test_models_and_kinds_without_audio_say_so(tokenizer, folder):
     row = asked({"type": "audio", "path": "low.wav"}, text("?"))
-    with pytest.raises(McaError, match="row 0: a llama model does not support audio; remove it"):
+    with pytest.raises(McaError, match="is an audio clip, which needs a model with a tower"):
         load([row], tokenizer, folder, model="llama")
     with pytest.raises(McaError, match="is an audio clip, which needs a model with a tower"):
         load([{**row, "label": "a"}], tokenizer, folder, kind="classify", num_labels=2, model="llama")

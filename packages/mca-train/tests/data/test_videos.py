@@ -458,7 +458,10 @@ def test_frames_can_be_read_after_a_fork(tmp_path):
 
 def test_models_and_kinds_without_videos_say_so(tokenizer, folder):
     row = asked({"type": "video", "path": "clip.mp4"}, text("?"))
-    with pytest.raises(McaError, match="row 0: a qwen2_5_vl model does not support videos; remove them"):
+    with pytest.raises(
+        McaError,
+        match="row 0: a part of a message is a video, which needs a model with a tower for it; remove it",
+    ):
         load([row], tokenizer, folder, vision=False)
     with pytest.raises(McaError, match="is a video, which needs a model with a tower"):
         load([{**row, "label": "a"}], tokenizer, folder, kind="classify", num_labels=2, vision=False)

@@ -77,6 +77,14 @@ def test_an_image_in_its_own_proportions_has_the_patches_of_the_processor() -> N
     assert (found.patches, found.tokens) == (high * wide, high * wide // 4)
 
 
+def test_an_image_of_minicpm_has_the_patches_of_the_processor() -> None:
+    module = "minicpmv4_6.image_processing_pil_minicpmv4_6"
+    made = processed(module, "MiniCPMV4_6ImageProcessorPil")
+    ((high, wide),) = made["target_sizes"].tolist()
+    found = planned("minicpm-v-4.6", pixels=448)
+    assert (found.patches, found.tokens) == (high * wide, high * wide // 16)
+
+
 FRAMES = 6
 
 

@@ -17,9 +17,10 @@ import pyarrow
 import pytest
 import yaml
 from pyarrow import ipc, parquet
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers.integrations import get_available_reporting_integrations
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
-from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
+from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION, GreedyLR
 from transformers.trainer_utils import SchedulerType
 
 from mca_config.errors import McaError
@@ -34,6 +35,7 @@ from mca_train.tasks.table import TASKS
 
 HEAVY = ("torch", "transformers", "megatron", "datasets")
 
+BEST = ("--load_best_model_at_end", "--eval_file", "a.jsonl")
 USAGES = (
     (["sft", "--learing_rate", "1"], "did you mean --learning_rate?"),
     (["sft", "none.yaml"], "configuration file none.yaml does not exist"),
@@ -85,6 +87,32 @@ USAGES = (
         ["plan", "sft", "RUN", "--lr_scheduler_type", "cosine_with_min_lr"],
         "One of min_lr or min_lr_rate should be set",
     ),
+    (
+        ["sft", "RUN", "--lr_scheduler_type", "reduce_lr_on_plateau"],
+        "lr_scheduler_type reduce_lr_on_plateau follows the evaluation loss, but eval_strategy is no; set it",
+    ),
+    (
+        [
+            *("plan", "sft", "RUN", "--lr_scheduler_type", "greedy", "--eval_strategy", "steps"),
+            *("--lr_scheduler_kwargs", '{"patients": 2}'),
+        ],
+        "lr_scheduler_type greedy has no patients; expected some of cooldown",
+    ),
+    (
+        ["sft", "RUN", *BEST, "--eval_strategy", "steps", "--eval_steps", "3", "--save_steps", "4"],
+        "save_steps is 4, but load_best_model_at_end needs a multiple of eval_steps (3)",
+    ),
+    (
+        ["sft", "RUN", *BEST, "--eval_strategy", "epoch"],
+        "save_strategy is steps and eval_strategy epoch, but load_best_model_at_end chooses among evaluated",
+    ),
+    (["sft", "RUN", "--save_strategy", "best"], "save_strategy best needs metric_for_best_model; set it"),
+    (
+        ["sft", "RUN", "--save_strategy", "best", "--metric_for_best_model", "loss"],
+        "save_strategy is best, but eval_strategy is no, so no checkpoint is the best",
+    ),
+    (["sft", "RUN", "--logging_steps", "2.5"], "logging_steps must be a whole number or below 1, not 2.5"),
+    (["sft", "RUN", "--dataloader_prefetch_factor", "2"], "needs dataloader_num_workers above 0"),
     (["sft", "RUN", "--lora_rank", "4", "--lora_target_modules", "q_prj"], "['q_prj'] matches no linear"),
     (["plan", "sft", "RUN", "--lora_rank", "4", "--lora_target_modules", "q_prj"], "matches no linear"),
     (
@@ -386,15 +414,31 @@ def test_a_rate_that_is_not_finite_is_a_problem(run):
         assert "the rate of step 20 is inf" in problem
 
 
-def test_values_of_a_schedule_that_follows_a_metric_are_checked_with_torch(run):
-    for settings, message in (
+@pytest.mark.parametrize("schedule", ["reduce_lr_on_plateau", "greedy"])
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
         ({"mode": "bad"}, "mode bad is unknown"),
-        ({"patience": "long"}, "patience is 'long'"),
-    ):
-        file = run(lr_scheduler_type="reduce_lr_on_plateau", lr_scheduler_kwargs=settings, **EVALUATED)
-        values = yaml.safe_load(Path(file).read_text())
-        (problem,) = schedule_problems(make_settings(TASKS["sft"], values, "").training)
+        ({"patience": "long"}, "patience is 'long'; expected a number; set patience"),
+        ({"factor": 1.5}, "Factor should be < 1.0"),
+        ({"min_lr": [1e-6, 1e-7]}, "expected 1 min_lrs, got 2"),
+    ],
+)
+def test_values_of_a_schedule_that_follows_a_metric_are_checked_as_torch_does(
+    schedule, settings, message, run
+):
+    file = run(lr_scheduler_type=schedule, lr_scheduler_kwargs=settings, **EVALUATED)
+    values = yaml.safe_load(Path(file).read_text())
+    for early, problems in ((True, early_rules.schedule_value_problems), (False, schedule_problems)):
+        (problem,) = problems(make_settings(TASKS["sft"], values, "", early=early).training)
         assert message in problem
+
+
+def test_schedules_that_follow_a_metric_have_the_settings_of_the_installed_classes():
+    installed = {"REDUCE_ON_PLATEAU": ReduceLROnPlateau, "GREEDY": GreedyLR}
+    for name, kind in early_rules.metric_schedules().items():
+        assert {*inspect.signature(kind).parameters} == {*inspect.signature(installed[name]).parameters}
+    assert early_rules.metric_schedules().keys() == installed.keys()
 
 
 def test_some_values_of_schedules_are_wrong_and_all_schedules_with_settings_are_checked():

@@ -30,7 +30,7 @@ def trainer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """A trainer with a global evaluation batch of two, and what its file holds."""
     made: Any = SimpleNamespace(
         args=SimpleNamespace(output_dir=tmp_path, global_eval_batch_size=2, overwrite_output_dir=False),
-        _saver=SimpleNamespace(has_claimed=False),
+        _output=SimpleNamespace(has_claimed=False),
         _is_stopping=False,
         saved=None,
         computed=[],
@@ -76,7 +76,7 @@ def test_only_rows_that_a_file_lacks_are_computed(trainer: Any) -> None:
     trainer.saved, trainer.computed = np.ones((4, 2)), []
     DpoTrainer._with_log_probs(trainer, None, Dataset(4), "train", "name")  # type: ignore[arg-type]
     assert trainer.computed == []
-    trainer.saved, trainer._saver.has_claimed = None, True
+    trainer.saved, trainer._output.has_claimed = None, True
     DpoTrainer._with_log_probs(trainer, None, Dataset(4), "train", "name")  # type: ignore[arg-type]
     assert trainer.free == 0, "a run that trains has claimed the directory"
     trainer._is_stopping, trainer.computed = True, []

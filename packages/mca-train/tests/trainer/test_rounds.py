@@ -8,7 +8,7 @@ import pytest
 
 from mca_train.checkpoint.writer import CheckpointWriter
 from mca_train.trainer.base import Progress
-from mca_train.trainer.saver import Saver
+from mca_train.trainer.output_dir import OutputDir
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -19,11 +19,10 @@ def test_one_rank_says_which_checkpoints_are_replaced(first: bool, tmp_path: Pat
         args=SimpleNamespace(save_strategy="steps", output_dir=str(tmp_path), overwrite_output_dir=True),
         ranks=SimpleNamespace(is_first=first),
     )
-    none: Any = None
-    saver = Saver(hf, none, none, none, none, CheckpointWriter(in_background=False), Progress())
-    saver.claim(None, "sft")
-    assert caplog.records == [] and saver.has_claimed
-    saver.claim(None, "sft")
+    output = OutputDir(hf, CheckpointWriter(in_background=False), Progress())
+    output.claim(None)
+    assert caplog.records == [] and output.has_claimed
+    output.claim(None)
     assert [record.message.partition(":")[0] for record in caplog.records] == ["train() again"] * first
-    saver.claim(None, "sft")
+    output.claim(None)
     assert len(caplog.records) == first, "said once"

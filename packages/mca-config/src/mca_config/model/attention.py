@@ -1,10 +1,13 @@
-"""Self-attention: heads, projections, scores and the keys that a query attends to."""
+"""Self-attention: heads, projections, scores and the keys that a query attends to.
+
+MLA, the sparse attentions and shared KV are sections that a model may have in addition.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from mca_config.model.section import LARGEST, Heads, ModelSizes, Positions, Section, Share, Width
+from mca_config.model.section import LARGEST, Heads, Layers, ModelSizes, Positions, Section, Share, Width
 from mca_config.types import JsonObject
 
 
@@ -73,3 +76,68 @@ class Attention(Section):
             yield f"num_attention_heads {heads} is not a multiple of num_query_groups {groups}"
         if heads * self.kv_channels > LARGEST:
             yield f"num_attention_heads {heads} times kv_channels {self.kv_channels} must be at most {LARGEST}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mla(Section):
+    """Widths of the compressed queries, keys and values."""
+
+    q_lora_rank: Width | None = None
+    kv_lora_rank: Width
+    qk_head_dim: Width
+    """No-rope channels of a query or key head."""
+    qk_pos_emb_head_dim: Width
+    v_head_dim: Width
+    rotary_halves: bool = False
+    """Checkpoints store RoPE channels as two halves, while Megatron interleaves the channels of a pair."""
+    latent_head_gate: bool = False
+    """A sigmoid gate for each head multiplies the head's output."""
+    query_multiplier: float = 1.0
+    """Factor on queries."""
+    latent_multiplier: float = 1.0
+    """Factor on the compressed keys and values after their norm, but not on the RoPE channels of keys."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dsa(Section):
+    """Sizes of the indexer."""
+
+    index_topk: int
+    """Keys that the indexer selects for each query."""
+    index_num_heads: Width
+    index_head_dim: Width
+    index_rotary_interleaved: bool = False
+    """The RoPE of the indexer interleaves the channels of a pair."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockSparseAttention(Section):
+    """Block selection of ``sparse_attention`` layers."""
+
+    index_blocks: JsonObject
+    """An index query of ``channels`` for each key/value head selects ``topk`` blocks of ``size`` keys, always with the
+    last ``local`` blocks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedKv(Section):
+    """Layers with shared KV."""
+
+    num_kv_shared_layers: Layers
+    """Number of last layers with shared KV: each uses the keys and values of the last earlier layer of its type that
+    projects its own."""
+    double_wide_mlp: bool = False
+    """Layers with shared KV have an MLP of twice the width."""
+    accepts_keys: bool = False
+    """This is the configuration of a layer with shared KV (see ``layer_config``), which projects only queries."""
+
+    def problems(self, model: ModelSizes) -> Iterator[str]:
+        """Yield a layer type whose keys no earlier layer projects."""
+        layers, shared = model.num_layers, self.num_kv_shared_layers
+        first = max(layers - shared, 0)
+        kinds = model.layer_types or ("attention",) * layers
+        if missing := sorted({*kinds[first:]} - {*kinds[:first]}):
+            yield (
+                f"num_kv_shared_layers {shared} of {layers} leaves no layer of type {missing[0]} whose keys and values "
+                "the last layers could share; lower it"
+            )

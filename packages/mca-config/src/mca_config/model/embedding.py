@@ -1,8 +1,9 @@
-"""Word embeddings and learned position embeddings."""
+"""Input embeddings: of words, positions, layers and media."""
 
 from dataclasses import dataclass
 
-from mca_config.model.section import Section, Share
+from mca_config.model.section import Section, Share, Width
+from mca_config.types import JsonObject
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,3 +24,23 @@ class Embedding(Section):
     """Rows of the position embedding before the row of the first position."""
     pad_token_id: int | None = None
     """Token whose input embedding gets no gradient; None: all tokens get one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerLayerEmbedding(Section):
+    """A second embedding, which each layer takes in addition to the hidden states."""
+
+    per_layer_input_size: Width
+    """Channels for each layer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vision(Section):
+    """The vision tower and its connection to the decoder."""
+
+    vision_fields: JsonObject
+    """Fields of ``config.json`` about the vision tower, its parameter prefix and its tokens."""
+    deepstack_layers: int = 0
+    """Number of first decoder layers after which features of inner vision layers are added to image tokens."""
+    bidirectional_images: bool = False
+    """The tokens of an image attend to each other in both directions, where ``config.json`` says so (Gemma 4)."""

@@ -4,28 +4,20 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mca_config.model.attention import Attention
-from mca_config.model.block import Block
-from mca_config.model.block_sparse_attention import BlockSparseAttention
-from mca_config.model.dsa import Dsa
-from mca_config.model.embedding import Embedding
-from mca_config.model.head import OutputHead
-from mca_config.model.lightning_attention import LightningAttention
-from mca_config.model.linear_attention import LinearAttention
-from mca_config.model.mamba import Mamba
-from mca_config.model.mla import Mla
-from mca_config.model.mlp import Mlp
+from mca_config.model.attention import Attention, BlockSparseAttention, Dsa, Mla, SharedKv
+from mca_config.model.block import Block, Mlp, Norm
+from mca_config.model.embedding import Embedding, PerLayerEmbedding, Vision
+from mca_config.model.head import Mtp, OutputHead
 from mca_config.model.moe import Moe
-from mca_config.model.mrope import MRope
-from mca_config.model.mtp import Mtp
-from mca_config.model.norm import Norm
-from mca_config.model.per_layer_embedding import PerLayerEmbedding
-from mca_config.model.rope import Rope
+from mca_config.model.recurrent_layers import (
+    LightningAttention,
+    LinearAttention,
+    Mamba,
+    SelectiveScan,
+    ShortConvolution,
+)
+from mca_config.model.rope import MRope, Rope
 from mca_config.model.section import Section
-from mca_config.model.selective_scan import SelectiveScan
-from mca_config.model.shared_kv import SharedKv
-from mca_config.model.short_convolution import ShortConvolution
-from mca_config.model.vision import Vision
 from mca_config.types import JsonObject, Values
 
 

@@ -1,10 +1,10 @@
-"""Output layer: language-model logits or the scores of a classification head."""
+"""Outputs: logits of the language model or scores of a classification head, and MTP layers."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from mca_config.model.section import ModelSizes, Positive, Section, Width
+from mca_config.model.section import ModelSizes, Positive, Range, Section, Width
 
 HeadKind = Literal["causal_lm", "sequence_classification", "token_classification"]
 """Kind of Hugging Face class: ``...ForCausalLM``, ``...ForSequenceClassification``, ..."""
@@ -33,3 +33,12 @@ class OutputHead(Section):
             yield (
                 f"num_labels is {self.num_labels} with head {self.head_kind}; a classification head needs at least 1"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mtp(Section):
+    """MTP layers, which follow the decoder layers."""
+
+    mtp_num_layers: Annotated[int, Range(least=0, most=100)] = 0
+    mtp_before_final_norm: bool = False
+    """MTP layers take the output of the last decoder layer without the final norm."""

@@ -59,6 +59,16 @@ class Rope(Section):
                 )
 
 
+@dataclass(frozen=True, kw_only=True)
+class MRope(Section):
+    """Channels of each position of a token."""
+
+    mrope_section: tuple[int, ...]
+    """Numbers of rotated channel pairs for the time, row and column of a token."""
+    mrope_interleaved: bool = False
+    """Channel pairs of time, row and column alternate instead of forming three blocks."""
+
+
 def _problems(scaling: Values) -> Iterator[str]:
     kind = scaling.get("rope_type")
     if not isinstance(kind, str) or kind not in NEEDED:

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Annotated, Protocol, TypeVar, cast
 
 from mca_config.errors import McaError
+from mca_config.fields import hint_origin
 from mca_config.types import Typed, Values
 
 LARGEST = 1 << 22
@@ -138,11 +139,6 @@ def range_problems(
             yield problem
 
 
-def get_origin(hint: Typed) -> Typed:
-    """Return the form of a type, such as ``Annotated``; None: it is a class."""
-    return typing.get_origin(hint)
-
-
 def numeric_fields(cls: type) -> NumericFields:
     """Return the number types and the range of each numeric field of dataclass ``cls``."""
     return _numeric_fields(cast(Hashable, cls))
@@ -155,7 +151,7 @@ def _numeric_fields(cls: Hashable) -> NumericFields:
         kinds: set[type] = set()
         bounds = Range()
         for member in _union_members(entry.type):
-            if get_origin(member) is Annotated:
+            if hint_origin(member) is Annotated:
                 member, bounds = typing.get_args(member)
             kinds |= {member}
         if kinds and kinds <= {int, float}:
@@ -165,7 +161,7 @@ def _numeric_fields(cls: Hashable) -> NumericFields:
 
 def _union_members(hint: Typed) -> list[Typed]:
     """Return the members of a field's type without None."""
-    members = [hint] if get_origin(hint) is Annotated else typing.get_args(hint) or [hint]
+    members = [hint] if hint_origin(hint) is Annotated else typing.get_args(hint) or [hint]
     return [member for member in members if member is not type(None)]
 
 

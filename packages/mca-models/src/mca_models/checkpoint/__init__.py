@@ -9,7 +9,7 @@ Reading (``opening.open_checkpoint`` takes any kind)::
 Writing an MCA directory, by one process or several (each its own files)::
 
     layout = McaLayout(params, config, dtypes, wholes)
-    partial = PartialDirectory(destination)            # one process; the others get partial.path
+    partial = AtomicDirectory(destination)            # one process; the others get partial.path
     file = plan_file(partial.path / iteration_name(1) / name, layout.specs(name))
     with SafetensorsWriter(file) as writer: writer.write(tensor_name, bytes_like) ...
     layout.finish(partial.path, {name: writer.record, ...}); partial.publish()

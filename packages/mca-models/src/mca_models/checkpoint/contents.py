@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mca_config.errors import McaError
 from mca_config.files import read_json, resolve_inside
-from mca_models.storage.partial_folder import leftovers
+from mca_models.storage.staging_folder import staging_folders
 
 _RECOGNISED = {
     "config.json": "model_type",
@@ -57,7 +57,7 @@ def foreign_entry(directory: Path, more: Collection[str] = ()) -> str | None:
     Returns:
         Its name relative to ``directory``; that of a folder ends in a slash.
     """
-    left = {folder.name for folder in leftovers(directory, directory.resolve().name)}
+    left = {folder.name for folder in staging_folders(directory, directory.resolve().name)}
     return _foreign(directory, "", more, left)
 
 

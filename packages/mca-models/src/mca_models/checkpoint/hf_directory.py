@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from math import prod
 from pathlib import Path, PurePosixPath
 
 from mca_config.errors import HfConfigError, McaError, raise_problems, with_location
@@ -15,12 +16,23 @@ from mca_config.model_config import McaModelConfig
 from mca_config.printable import counted
 from mca_config.types import JsonObject
 from mca_models.checkpoint.placement import stored_params
-from mca_models.quantization.hf_tensors import config_without_quantization, read_quantization_config
+from mca_models.quantization.hf_tensors import (
+    config_without_quantization,
+    is_linear,
+    read_quantization_config,
+)
 from mca_models.storage.byte_ranges import Gather, Shape
 from mca_models.storage.copy_plan import HF, Side
-from mca_models.storage.dtypes import CODES, DTYPE_NAMES
+from mca_models.storage.dtypes import CODES, DTYPE_NAMES, ITEM_SIZES
 from mca_models.storage.safetensors import TensorInfo, read_header
-from mca_models.storage.source import ComputedTensor, Part, checked_parts, plan_gathers, require_same_names
+from mca_models.storage.source import (
+    ComputedTensor,
+    Part,
+    checked_parts,
+    param_part_shapes,
+    plan_gathers,
+    require_same_names,
+)
 from mca_models.templates import config_from_hf, get_family
 from mca_models.templates.composite_config import QUANTIZATION
 from mca_models.templates.shapes import full_shape
@@ -291,3 +303,57 @@ def _require_index(path: Path, weight_map: dict[str, str], tensors: dict[str, Te
                 f"{path / INDEX}: says that {name} is in {file}, it is in {tensors[name].file.name}"
                 "; fetch the checkpoint again"
             )
+
+
+class ConfigOnlySource(HfSourceBase):
+    """Parameters of a Hugging Face checkpoint by name, type and shape alone: a ``ModelSource`` to plan with.
+
+    Nothing can be read from it.
+
+    Args:
+        path: Of the directory.
+        config: Of the model; None: from its ``config.json``.
+        dtype: Safetensors code that quantised weights are read as; None: what ``config.json`` says.
+    """
+
+    def __init__(self, path: Path, config: McaModelConfig | None = None, dtype: str | None = None) -> None:
+        self.path = path
+        self._quantised: JsonObject | None = None
+        if config is None:
+            document = read_config(path)
+            if read_quantization_config(document) is not None:
+                self._quantised = document
+                self._read_as = dtype or config_dtype(document)
+            with named_config_errors(path):
+                config = config_from_hf(dequantized_config(document, dtype))
+        self._dtype = CODES[config.dtype] if self._quantised is None else config_dtype(self._quantised)
+        self.config = config
+        self.params: Sequence[Param] = stored_params(get_family(config.model_type).params(config))
+        self._infos: dict[str, StoredTensor] = {}
+        self._wholes = {param.mca_name(): full_shape(param, self.config) for param in self.params}
+        self._parts = {param.mca_name(): self._param_parts(param) for param in self.params}
+
+    def _param_parts(self, param: Param) -> tuple[Part, ...]:
+        whole, experts = self.full_shape(param), self.config.num_experts
+        dtype = "F32" if param.keep_fp32 else self._dtype
+        front = (experts,) if param.stacked else ()
+        infos = []
+        for name, shape in zip(param.hf_names(), param_part_shapes(param, whole, HF), strict=True):
+            if name not in self._infos:
+                full = (*front, *shape)
+                nbytes = prod(full) * ITEM_SIZES[dtype]
+                info = TensorInfo(name, dtype, full, 0, nbytes, self.path / SINGLE)
+                self._infos[name] = self._as_stored(info) if is_linear(param, whole) else info
+            infos.append(self._infos[name])
+        return checked_parts(param, whole, HF, infos, experts)
+
+    def _as_stored(self, linear: TensorInfo) -> StoredTensor:
+        if self._quantised is None:
+            return linear
+        from mca_models.quantization.hf_tensors import config_only_linear
+
+        with named_config_errors(self.path):
+            return config_only_linear(linear, self._quantised, self._read_as)
+
+    def check_duplicates(self) -> None:
+        """Nothing is stored twice."""

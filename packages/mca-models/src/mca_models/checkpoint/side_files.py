@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 from mca_config.errors import McaError
 from mca_config.files import has_entry, open_regular, resolve_inside, write_error
-from mca_models.storage.partial_folder import close
+from mca_models.storage.staging_folder import close
 
 logger = logging.getLogger(__name__)
 

@@ -32,7 +32,6 @@ from mca_models.megatron.state.export import (
     Destination,
     WeightBucket,
     WeightRequest,
-    checked_request,
     each_tensor,
     export_buckets,
 )
@@ -363,10 +362,11 @@ class VirtualModels(torch.nn.Module):
         Raises:
             McaError: The arguments differ between ranks, or a rank failed, died, or stopped before the end; all raise.
         """
-        buckets = self.export_buckets(
-            to=to, bucket_bytes=bucket_bytes, dtype=dtype, fp8=fp8, merged=merged, per_expert=per_expert
+        return each_tensor(
+            self.export_buckets(
+                to=to, bucket_bytes=bucket_bytes, dtype=dtype, fp8=fp8, merged=merged, per_expert=per_expert
+            )
         )
-        return each_tensor(buckets)
 
     def export_buckets(
         self,
@@ -392,7 +392,7 @@ class VirtualModels(torch.nn.Module):
             merged: As for `export_weights`.
             per_expert: As for `export_weights`.
         """
-        request = checked_request(
+        request = WeightRequest(
             to=to,
             bucket_bytes=bucket_bytes,
             dtype=dtype,
@@ -401,12 +401,11 @@ class VirtualModels(torch.nn.Module):
             merged=merged,
             per_expert=per_expert,
         )
-        return self._requested_buckets(request, merged=merged, per_expert=per_expert)
+        request.require_valid()
+        return self._requested_buckets(request)
 
-    def _requested_buckets(
-        self, request: WeightRequest, *, merged: bool, per_expert: bool
-    ) -> Iterator[WeightBucket]:
-        self._reject_adapter_options(merged=merged, per_expert=per_expert)
+    def _requested_buckets(self, request: WeightRequest) -> Iterator[WeightBucket]:
+        self._reject_adapter_options(request)
         return export_buckets(self, request)
 
     def weight_sender(
@@ -431,8 +430,7 @@ class VirtualModels(torch.nn.Module):
             merged: As for `export_weights`.
             checksums: Record a CRC-32 of each tensor in the sender's manifest; its bytes pass through the CPU.
         """
-        request = checked_request(
-            method="weight_sender",
+        request = WeightRequest(
             to=to,
             bucket_bytes=bucket_bytes,
             dtype=dtype,
@@ -440,15 +438,16 @@ class VirtualModels(torch.nn.Module):
             split_experts=split_experts,
             merged=merged,
         )
-        return WeightSender(self, request, self._sender_piece(merged=merged), checksums=checksums)
+        request.require_valid("weight_sender")
+        return WeightSender(self, request, self._sender_piece(request), checksums=checksums)
 
-    def _sender_piece(self, *, merged: bool) -> Callable[[], Piece] | None:
+    def _sender_piece(self, request: WeightRequest) -> Callable[[], Piece] | None:
         """Return what makes the shards of a `weight_sender`; None: the live ones."""
-        self._reject_adapter_options(merged=merged)
+        self._reject_adapter_options(request)
         return None
 
-    def _reject_adapter_options(self, **options: bool) -> None:
-        for name, value in options.items():
+    def _reject_adapter_options(self, request: WeightRequest) -> None:
+        for name, value in (("merged", request.merged), ("per_expert", request.per_expert)):
             if value:
                 self.reject_hidden_adapter()
                 raise McaError(f"{name}=True: this model has no adapter; remove {name}")

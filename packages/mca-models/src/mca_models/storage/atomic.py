@@ -1,9 +1,14 @@
 """Directories that are complete or absent.
 
-A directory is written in a marked folder next to its destination (``partial_folder``), synced, and renamed. An empty
-directory that exists (a volume's mount point, say) is kept, with its owner and mode: the folder is
-made in it, and what was written is moved up, last of all the file without which readers find no checkpoint. What
-replaces a directory gets its owner and mode.
+A directory is written in a staging folder (``staging_folder``), synced, and put in place in one of three ways:
+
+| destination | staging folder | put in place by |
+|---|---|---|
+| absent | next to it | a rename |
+| an empty directory, such as a mount point | in it | moving the entries up; owner and mode are kept |
+| a directory to overwrite | next to it | an exchange of both; the new one gets owner and mode of the old one |
+
+Entries are moved in an order in which the file that readers look for comes last.
 """
 
 import ctypes
@@ -20,21 +25,21 @@ from pathlib import Path
 from mca_config.errors import DiskFull, McaError
 from mca_config.files import write_error
 from mca_config.printable import counted
-from mca_models.storage.partial_folder import (
+from mca_models.storage.staging_folder import (
     CONTENT,
     DISPLACED,
-    PartialFolder,
+    StagingFolder,
     close,
-    leftovers,
     moved_names,
     remove_entry,
     remove_leftovers,
+    staging_folders,
 )
 
 logger = logging.getLogger(__name__)
 
 __all__ = [
-    "PartialDirectory",
+    "AtomicDirectory",
     "atomic_directory",
     "remove_leftovers",
     "require_absent",
@@ -47,10 +52,10 @@ __all__ = [
 _AT_FDCWD = -100
 _RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
 _NOT_SUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
-_LAST = ("config.json", "adapter_config.json", "latest_checkpointed_iteration.txt", "mca_config.json")
+_MOVED_LAST = ("config.json", "adapter_config.json", "latest_checkpointed_iteration.txt", "mca_config.json")
 
 
-class PartialDirectory:
+class AtomicDirectory:
     """A directory being written. One process owns it; others may write files into ``path``.
 
     Args:
@@ -71,30 +76,30 @@ class PartialDirectory:
     ) -> None:
         self.destination, self._overwrite = destination, overwrite
         self._require_replaceable = require_replaceable
-        self._made: list[Path] = []
-        self._moved: list[str] = []
-        self._folder: PartialFolder | None = None
-        self._content = -1
+        self._made_parents: list[Path] = []
+        self._moved_entries: list[str] = []
+        self._staging: StagingFolder | None = None
+        self._content_fd = -1
         try:
-            self._make()
+            self._begin()
         except BaseException as error:
             self.discard()
             if isinstance(error, OSError):
                 raise write_error(destination, error) from None
             raise
 
-    def _make(self) -> None:
+    def _begin(self) -> None:
         require_free(self.destination, overwrite=self._overwrite)
         self.destination = _resolved(self.destination)
         remove_leftovers(self.destination)
-        place = staging_parent(self.destination)
-        self._inside = place == self.destination
+        parent = staging_parent(self.destination)
+        self._fills_existing = parent == self.destination
         self._replaces = self._overwrite and self.destination.is_dir()
         self._make_parents(self.destination.parent)
-        self._folder = PartialFolder(place, self.destination.name)
-        self.path = self._folder.path / CONTENT
+        self._staging = StagingFolder(parent, self.destination.name)
+        self.path = self._staging.path / CONTENT
         self.path.mkdir()
-        self._content = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._content_fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def _make_parents(self, parent: Path) -> None:
         missing = []
@@ -104,7 +109,7 @@ class PartialDirectory:
         for folder in reversed(missing):
             with suppress(FileExistsError):
                 folder.mkdir()
-                self._made.append(folder)
+                self._made_parents.append(folder)
 
     def publish(self, files: Mapping[str, int] | None = None) -> None:
         """Sync all directories and moves the whole into place. Files must already be synced.
@@ -116,11 +121,11 @@ class PartialDirectory:
             McaError: The directory was removed or changed meanwhile, or its place was taken; nothing is left.
         """
         try:
-            folder = self._checked_folder(files or {})
-            for _, _, _, fd in os.fwalk(".", dir_fd=self._content):
+            folder = self._unchanged_staging(files or {})
+            for _, _, _, fd in os.fwalk(".", dir_fd=self._content_fd):
                 os.fsync(fd)
-            if self._inside:
-                self._fill(folder)
+            if self._fills_existing:
+                self._move_entries(folder)
             else:
                 self._rename(folder)
         except BaseException as error:
@@ -128,10 +133,10 @@ class PartialDirectory:
             if isinstance(error, OSError):
                 raise McaError(f"{self.destination}: cannot be put in place ({error.strerror})") from None
             raise
-        self._moved = []  # the directory is complete: later errors do not remove it
+        self._moved_entries = []  # they belong to a complete directory, which `discard` leaves
         self._sync_parents()
-        self._made = []
-        self.discard()
+        self._made_parents = []
+        self.discard()  # the empty staging folder, or the replaced directory in it
 
     @contextmanager
     def writing(self, needed: int | None = None) -> Iterator[Path]:
@@ -148,7 +153,7 @@ class PartialDirectory:
         try:
             yield self.path
         except BaseException as error:
-            is_written = self._folder is None  # `publish` names the destination itself
+            is_written = self._staging is None  # `publish` names the destination itself
             self.discard()
             if not is_written and (moved := self._error_at_destination(error, needed)) is not None:
                 raise moved from error
@@ -172,43 +177,43 @@ class PartialDirectory:
 
     def discard(self) -> None:
         """Remove everything written so far, and parents that were made for it. A second call does nothing."""
-        for name in reversed(self._moved):
+        for name in reversed(self._moved_entries):
             remove_entry(self.destination / name)
-        if self._folder is not None:
-            self._folder.remove()
-        if self._content >= 0:
-            close(self._content)
-        for parent in reversed(self._made):
+        if self._staging is not None:
+            self._staging.remove()
+        if self._content_fd >= 0:
+            close(self._content_fd)
+        for parent in reversed(self._made_parents):
             with suppress(OSError):
                 parent.rmdir()
-        self._folder, self._content, self._made, self._moved = None, -1, [], []
+        self._staging, self._content_fd, self._made_parents, self._moved_entries = None, -1, [], []
 
-    def _checked_folder(self, files: Mapping[str, int]) -> PartialFolder:
+    def _unchanged_staging(self, files: Mapping[str, int]) -> StagingFolder:
         """Return the folder, after checking that it is the one that was begun and holds ``files``."""
-        if self._folder is None:
+        if self._staging is None:
             raise ValueError(f"{self.destination} was published or discarded before")
-        if not self._folder.is_in_place() or not _is_same(self.path, self._content):
+        if not self._staging.is_in_place() or not _is_same(self.path, self._content_fd):
             raise McaError(
-                f"{self.destination}: {self._folder.path} was removed or replaced while it was written; find "
+                f"{self.destination}: {self._staging.path} was removed or replaced while it was written; find "
                 "out which program deletes files there, and convert again"
             )
         for name, nbytes in files.items():
             found = None
             with suppress(FileNotFoundError):
-                found = os.stat(name, dir_fd=self._content, follow_symlinks=False).st_size
+                found = os.stat(name, dir_fd=self._content_fd, follow_symlinks=False).st_size
             if found != nbytes:
                 state = "is gone" if found is None else f"has {found} bytes"
                 raise McaError(
                     f"{self.path / name}: {state}, {nbytes} were written; find out which program writes there, "
                     "and convert again"
                 )
-        return self._folder
+        return self._staging
 
-    def _rename(self, folder: PartialFolder) -> None:
+    def _rename(self, folder: StagingFolder) -> None:
         """Put the directory at a free path, or exchange it with the existing one."""
         if self._replaces and self.destination.is_dir():
             self._require_replaceable()
-            _give_access(self._content, self.destination.stat())
+            _give_access(self._content_fd, self.destination.stat())
             exchange(folder, self.destination)
             return
         try:
@@ -217,25 +222,25 @@ class PartialDirectory:
             require_absent(self.destination)  # another writer was faster
             raise
 
-    def _fill(self, folder: PartialFolder) -> None:
+    def _move_entries(self, folder: StagingFolder) -> None:
         """Move the entries into the existing directory, the file that readers look for last."""
-        place = os.open(self.destination, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        target = os.open(self.destination, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            _lock(place, self.destination)
+            _lock(target, self.destination)
             require_absent(self.destination)
-            inodes = {entry.name: entry.inode() for entry in os.scandir(self._content)}
+            inodes = {entry.name: entry.inode() for entry in os.scandir(self._content_fd)}
             folder.mark(inodes)
             for name in sorted(inodes, key=_order):
-                move(name, self._content, place)
-                self._moved.append(name)
-            os.fsync(place)
+                move(name, self._content_fd, target)
+                self._moved_entries.append(name)
+            os.fsync(target)
         finally:
-            close(place)
+            close(target)
 
     def _sync_parents(self) -> None:
         """Sync the parent directories; log a warning if that fails."""
         try:
-            for folder in {self.destination.parent, *(made.parent for made in self._made)}:
+            for folder in {self.destination.parent, *(made.parent for made in self._made_parents)}:
                 sync_directory(folder)
         except OSError as error:
             logger.warning(
@@ -251,7 +256,7 @@ def atomic_directory(
     destination: Path, *, overwrite: bool = False, proceed: Callable[[Path], None] = lambda path: None
 ) -> Iterator[Path]:
     """A new directory that becomes ``destination`` once the block and ``proceed(directory)`` have passed."""
-    partial = PartialDirectory(destination, overwrite=overwrite)
+    partial = AtomicDirectory(destination, overwrite=overwrite)
     with partial.writing() as path:
         yield path
         proceed(path)
@@ -271,7 +276,7 @@ def error_at_destination(error: McaError, path: Path, destination: Path) -> McaE
 def require_absent(destination: Path) -> None:
     """Raise unless ``destination`` does not exist or is an empty directory (but for what writers left)."""
     if destination.is_dir():
-        if _foreign_entry(destination) is not None:
+        if _entry_of_others(destination) is not None:
             raise McaError(f"{destination}: exists and is not empty; remove it or name another directory")
     elif os.path.lexists(destination):
         raise McaError(f"{destination}: exists and is not a directory; name another one")
@@ -283,7 +288,7 @@ def require_free(destination: Path, *, overwrite: bool) -> None:
         require_absent(destination)
     elif not destination.is_dir():
         require_absent(destination)
-    elif _foreign_entry(destination) is not None and _is_mount(_resolved(destination)):
+    elif _entry_of_others(destination) is not None and _is_mount(_resolved(destination)):
         raise McaError(
             f"{destination}: is a mount point, which cannot be replaced; empty it or name a directory in it"
         )
@@ -292,7 +297,7 @@ def require_free(destination: Path, *, overwrite: bool) -> None:
 def staging_parent(destination: Path) -> Path:
     """Return the directory in which ``destination`` is staged: itself if it exists and is empty, else its parent."""
     resolved = _resolved(destination)
-    return resolved if resolved.is_dir() and _foreign_entry(resolved) is None else resolved.parent
+    return resolved if resolved.is_dir() and _entry_of_others(resolved) is None else resolved.parent
 
 
 def sync_directory(path: Path) -> None:
@@ -339,16 +344,16 @@ def _resolved(destination: Path) -> Path:
     return Path(os.path.realpath(destination) if destination.is_symlink() else os.path.abspath(destination))  # noqa: PTH100
 
 
-def _foreign_entry(directory: Path) -> str | None:
-    """Return an entry of ``directory`` that no writer left behind; None if there is none."""
+def _entry_of_others(directory: Path) -> str | None:
+    """Return an entry of ``directory`` that is not of a writer that died or still writes; None if there is none."""
     known = {"lost+found"}  # of a new file system
-    for folder in leftovers(directory, _resolved(directory).name):
+    for folder in staging_folders(directory, _resolved(directory).name):
         known |= {folder.name, *moved_names(folder)}
     return next((entry.name for entry in directory.iterdir() if entry.name not in known), None)
 
 
 def _order(name: str) -> tuple[int, str]:
-    return (_LAST.index(name) if name in _LAST else -1, name)
+    return (_MOVED_LAST.index(name) if name in _MOVED_LAST else -1, name)
 
 
 def _is_same(path: Path, fd: int) -> bool:
@@ -383,7 +388,7 @@ def _lock(fd: int, directory: Path) -> None:
         return
 
 
-def exchange(folder: PartialFolder, old: Path) -> None:
+def exchange(folder: StagingFolder, old: Path) -> None:
     """Swap two directories in one step, so that ``old`` is complete at every moment."""
     try:
         _renameat2(CONTENT, os.fspath(old), folder.fd, _AT_FDCWD, _RENAME_EXCHANGE)

@@ -196,18 +196,6 @@ def _pad(whole: NumpyArray, size: int) -> NumpyArray:
     return np.concatenate([whole, np.full((rows, *whole.shape[1:]), -1, whole.dtype)]) if rows else whole
 
 
-def _keeps_pairs(parts: Sequence[Array]) -> bool:
-    """Return whether blocks 2i and 2i + 1 stay side by side everywhere, so that whole pairs move."""
-    for part in parts:
-        if part.ndim < 2 or part.shape[-1] % 2:
-            return False
-        pairs = part.reshape(-1, 2)
-        even, odd = pairs[:, 0], pairs[:, 1]
-        if not (((even < 0) & (odd < 0)) | ((even % 2 == 0) & (odd == even + 1))).all():
-            return False
-    return True
-
-
 @lru_cache(maxsize=1024)
 def plan_moves(rule: Rule, whole: Shape, source: Side, target: Side) -> tuple[Gather, ...]:
     """Plan how to fill each tensor of side ``target`` from those of side ``source``.
@@ -227,7 +215,7 @@ def plan_moves(rule: Rule, whole: Shape, source: Side, target: Side) -> tuple[Ga
         return _plan_transposed(rule.untransposed, whole, source, target)
     numbering = _Numbering(rule, whole, (source, target))
     starts, positions = numbering.positions(source)
-    numbering.positions(target)  # that the target too holds every element once
+    numbering.positions(target)  # checks that the target too holds every element once
     return tuple(
         plan_gather(positions, part, starts, numbering.block_size) for part in numbering.parts(target)
     )
@@ -265,61 +253,87 @@ def part_shapes(rule: Rule, whole: Shape, side: Side) -> tuple[Shape, ...]:
 
 
 class _Numbering:
-    """The blocks of a whole parameter, numbered, and where they lie on each side."""
+    """Numbers of a parameter's blocks, and the position of each block on a side.
+
+    A row of the last axis has ``blocks_per_row`` blocks of ``block_size`` elements.
+    """
 
     def __init__(self, rule: Rule, whole: Shape, sides: Sequence[Side]) -> None:
         self.rule, self.whole = rule, whole
-        self.blocks = self._blocks(sides)
-        if prod(whole[:-1]) * self.blocks > _MOST_NUMBERS:
+        self.blocks_per_row = _blocks_per_row(rule, whole, sides)
+        if prod(whole[:-1]) * self.blocks_per_row > _MOST_NUMBERS:
             raise ValueError(
                 f"rows of {whole[-1]} do not divide into even parts, and it is too large to move one by one"
             )
-        self.block_size = whole[-1] // self.blocks if whole and whole[-1] else 1
-
-    def _blocks(self, sides: Sequence[Side]) -> int:
-        """Blocks of the last axis: few where the rule leaves them whole, else one for each element."""
-        if len(self.whole) < 2:
-            return self.whole[-1] if self.whole else 1
-        cut = self.rule.shard.axis == len(self.whole) - 1
-        few = 2 * (lcm(*(side or 1 for side in sides)) * sum(self.rule.shard.segments) if cut else 1)
-        if few < self.whole[-1] and self.whole[-1] % few == 0:
-            self.blocks = few
-            try:
-                if all(_keeps_pairs(self.parts(side)) for side in sides):
-                    return few
-            except ValueError:
-                pass
-        return self.whole[-1]
+        self.block_size = whole[-1] // self.blocks_per_row if whole and whole[-1] else 1
 
     def parts(self, side: Side) -> list[Array]:
-        import numpy as np
-
-        shape = (*self.whole[:-1], self.blocks) if self.whole else ()
-        return self.rule.parts(np.arange(prod(shape)).reshape(shape), side)
+        """Return the tensors of ``side``, with block numbers for blocks."""
+        return _numbered_parts(self.rule, self.whole, self.blocks_per_row, side)
 
     def positions(self, side: Side) -> "tuple[list[int], NumpyArray]":
-        """Return the start of each part and the position of each block: parts in order, a gap of one between."""
+        """Return where each part starts, and the position of each block; there is a gap of one between parts.
+
+        Raises:
+            ValueError: The side does not hold every block once, or the two directions of the rule are not inverse.
+        """
         import numpy as np
 
         count = prod(self.whole) // self.block_size
         positions = np.full(count, -1)
-        starts, start, seen = [], 0, 0
+        starts, start, found = [], 0, 0
         for part in self.parts(side):
-            flat = part.reshape(-1)
-            kept = np.flatnonzero(flat >= 0)
-            positions[flat[kept]] = start + kept
-            seen += len(kept)
+            numbers = part.reshape(-1)
+            places = np.flatnonzero(numbers >= 0)  # without padding
+            positions[numbers[places]] = start + places
+            found += len(places)
             starts.append(start)
-            start += flat.size + 1
-        if seen != count or (positions < 0).any():
+            start += numbers.size + 1
+        if found != count or (positions < 0).any():
             raise ValueError(f"the rule does not hold every element of {self.whole} exactly once")
-        if side is None and not np.array_equal(
-            self.rule.to_full(self.parts(HF)).reshape(-1), np.arange(count)
-        ):
-            raise ValueError(f"the rule's two directions are not inverse, for {self.whole}")
+        if side is HF:
+            restored = self.rule.to_full(self.parts(HF)).reshape(-1)
+            if not np.array_equal(restored, np.arange(count)):
+                raise ValueError(f"the rule's two directions are not inverse, for {self.whole}")
         return starts, positions
 
     def true_shape(self, part: NumpyArray) -> Shape:
+        """Return the shape of ``part`` in elements."""
         if self.block_size == 1:
             return tuple(part.shape)
         return (*part.shape[:-1], part.shape[-1] * self.block_size)
+
+
+def _numbered_parts(rule: Rule, whole: Shape, blocks_per_row: int, side: Side) -> list[Array]:
+    import numpy as np
+
+    shape = (*whole[:-1], blocks_per_row) if whole else ()
+    return rule.parts(np.arange(prod(shape)).reshape(shape), side)
+
+
+def _blocks_per_row(rule: Rule, whole: Shape, sides: Sequence[Side]) -> int:
+    """Return few blocks if the rule leaves them whole on all ``sides``, else one for each element."""
+    if len(whole) < 2:
+        return whole[-1] if whole else 1
+    is_cut = rule.shard.axis == len(whole) - 1
+    shards = lcm(*(side or 1 for side in sides)) * sum(rule.shard.segments) if is_cut else 1
+    blocks = 2 * shards  # two in each, which stay neighbours if the rule moves it as one
+    if blocks < whole[-1] and whole[-1] % blocks == 0:
+        try:
+            if all(_keeps_pairs(_numbered_parts(rule, whole, blocks, side)) for side in sides):
+                return blocks
+        except ValueError:  # a side does not divide so few blocks
+            pass
+    return whole[-1]
+
+
+def _keeps_pairs(parts: Sequence[Array]) -> bool:
+    """Return whether blocks 2i and 2i + 1 stay side by side in all ``parts``, so that whole pairs move."""
+    for part in parts:
+        if part.ndim < 2 or part.shape[-1] % 2:
+            return False
+        pairs = part.reshape(-1, 2)
+        even, odd = pairs[:, 0], pairs[:, 1]
+        if not (((even < 0) & (odd < 0)) | ((even % 2 == 0) & (odd == even + 1))).all():
+            return False
+    return True

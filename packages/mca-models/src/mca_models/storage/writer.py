@@ -14,8 +14,8 @@ from mca_config.errors import McaError
 from mca_config.files import write_error
 from mca_models.storage.checksum import crc32_join
 from mca_models.storage.manifest import FileRecord
-from mca_models.storage.partial_folder import close
 from mca_models.storage.safetensors import FilePlan, TensorInfo
+from mca_models.storage.staging_folder import close
 from mca_models.weights.arrays import Contiguous
 
 _Part = tuple[int, int, int]  # start, length, checksum

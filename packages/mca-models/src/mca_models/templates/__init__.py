@@ -119,6 +119,7 @@ _IN_ITS_FILE = (
     "mimo",
     "mimo_v2_flash",
     "minicpm3",
+    "minicpmv4_6",
     "minimax",
     "minimax_m2",
     "deepseek_vl",

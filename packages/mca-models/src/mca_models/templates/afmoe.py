@@ -13,7 +13,6 @@ from mca_models.templates.config_table import (
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens, is_moe_layer
 from mca_models.templates.parts.common import attention, gated_qkv, renamed
-from mca_models.templates.parts.dual_rope import FULL, SLIDING, write_layer_types
 from mca_models.templates.parts.moe import (
     SIGMOID_ROUTER,
     expert_fields,
@@ -23,6 +22,7 @@ from mca_models.templates.parts.moe import (
     write_shared_experts,
 )
 from mca_models.templates.parts.names import MoeNames
+from mca_models.templates.parts.rope import FULL, SLIDING, write_layer_types
 from mca_models.templates.parts.sliding_window import rotated_windows
 from mca_models.weights import Param
 

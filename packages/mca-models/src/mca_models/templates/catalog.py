@@ -263,6 +263,10 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
     "idefics3": ("`llama` with a SigLIP vision model on tiles", "as of the text part"),
     "smolvlm": ("SmolVLM 2: `llama` with a SigLIP vision model on tiles", "as of the text part"),
     "lfm2_vl": ("`lfm2` with a SigLIP 2 vision model on tiles", "as of the text part"),
+    "minicpmv4_6": (
+        "MiniCPM-V 4.6: `qwen3_5_text` with a SigLIP vision model, which merges windows of patches",
+        "as of the text part",
+    ),
     "lfm3_vl": ("`lfm3` with a vision model of convolutions and attention", "as of the text part"),
     "ovis2": ("`qwen2` with a vision model whose patches are shares of visual words", "as of the text part"),
     "qwen2_5_omni_thinker": ("`qwen2` with a vision model and an audio encoder", "as of the text part"),
@@ -368,9 +372,11 @@ _REASONS: Mapping[str, str] = {
     "a vision model that mca does not know; its text part is of a supported type": (
         "aria deepseek_vl_hybrid fast_vlm hyperclovax_vision_v2 "
         "idefics2 llava_next_video "
-        "minicpm_ocr minicpmv4_6 minicpmv4_7 nemotron_h_omni perception_lm "
+        "minicpm_ocr nemotron_h_omni perception_lm "
         "video_llama_3 video_llava"
     ),
+    "positions of an image and its slices on one canvas, which follow from the marks around them; the vision model and "
+    "the text part are those of `minicpmv4_6`": "minicpmv4_7",
     "a vision model and a text part that mca does not know": (
         "cohere_compass cosmos3_edge deepseek_ocr2 glm5_next granite_docling hunyuan_vl "
         "inkling2 kosmos-2 kosmos-2.5 mistral_large4 muse_glimmer paddleocr_vl step3p7 unlimited_ocr"

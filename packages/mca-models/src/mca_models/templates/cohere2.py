@@ -6,8 +6,8 @@ from mca_config.types import JsonObject
 from mca_models.templates import get_family
 from mca_models.templates.config_table import Field, HfConfig
 from mca_models.templates.lens import Lens
-from mca_models.templates.parts.dual_rope import write_layer_types
 from mca_models.templates.parts.multipliers import LOGIT_SCALE
+from mca_models.templates.parts.rope import write_layer_types
 from mca_models.templates.parts.sliding_window import rotated_windows, window_pattern
 
 COHERE = get_family("cohere")

@@ -8,7 +8,6 @@ from mca_config.types import JsonObject, Values
 from mca_models.templates import get_family
 from mca_models.templates.config_table import HfConfig, read_rope
 from mca_models.templates.lens import Lens
-from mca_models.templates.parts.dual_rope import FULL, SLIDING, write_layer_types
 from mca_models.templates.parts.moe import (
     expert_fields,
     moe_params,
@@ -18,6 +17,7 @@ from mca_models.templates.parts.moe import (
 )
 from mca_models.templates.parts.multipliers import read_logit_scale
 from mca_models.templates.parts.names import MoeNames
+from mca_models.templates.parts.rope import FULL, SLIDING, write_layer_types
 
 COHERE2 = get_family("cohere2")
 

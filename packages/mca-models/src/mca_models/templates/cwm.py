@@ -11,8 +11,7 @@ from mca_models.templates.config_table import (
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
 from mca_models.templates.parts.common import dense_layers
-from mca_models.templates.parts.dual_rope import FULL, SLIDING, write_layer_types
-from mca_models.templates.parts.rope import LLAMA3
+from mca_models.templates.parts.rope import FULL, LLAMA3, SLIDING, write_layer_types
 
 _ROPE = {**LLAMA3, "rope_theta": 1e6, "factor": 16.0}
 """Default of transformers where ``config.json`` has no rope."""

@@ -4,8 +4,8 @@ from mca_models.templates.config_table import NO_ATTENTION_BIAS, ConfigTable, Fi
 from mca_models.templates.family import Family
 from mca_models.templates.parts.activations import GELU_ONLY, GELU_SANDWICH, NO_BIDIRECTIONAL
 from mca_models.templates.parts.common import dense_layers
-from mca_models.templates.parts.dual_rope import layer_types
 from mca_models.templates.parts.multipliers import QUERY_SCALE
+from mca_models.templates.parts.rope import layer_types
 
 CONFIG = ConfigTable(
     fields=(

@@ -13,8 +13,8 @@ from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
 from mca_models.templates.parts.activations import GELU_ONLY, GELU_SANDWICH, NO_BIDIRECTIONAL
 from mca_models.templates.parts.common import dense_layers
-from mca_models.templates.parts.dual_rope import FULL, SLIDING, derive_dual_rope, write_dual_rope
 from mca_models.templates.parts.multipliers import scales, write_scale
+from mca_models.templates.parts.rope import FULL, SLIDING, derive_dual_rope, write_dual_rope
 
 
 def derive(hf: HfConfig) -> JsonObject:

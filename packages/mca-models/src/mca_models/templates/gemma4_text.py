@@ -32,9 +32,9 @@ from mca_models.templates.parts.common import (
     in_layers,
     inner,
 )
-from mca_models.templates.parts.dual_rope import FULL, PER_LAYER_TYPE, SLIDING, write_layer_types
 from mca_models.templates.parts.gemma4_images import BIDIRECTIONAL, bidirectional_images
 from mca_models.templates.parts.names import HF, HF_ATTN, HF_MLP
+from mca_models.templates.parts.rope import FULL, PER_LAYER_TYPE, SLIDING, write_layer_types
 from mca_models.templates.shapes import Shape
 from mca_models.weights import COLUMN, GATED, ROW, Param, Stage, expand_rules
 

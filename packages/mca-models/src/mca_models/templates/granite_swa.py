@@ -8,7 +8,7 @@ from mca_config.types import JsonObject, Values
 from mca_models.templates import get_family
 from mca_models.templates.config_table import HfConfig, read_rope
 from mca_models.templates.lens import Lens
-from mca_models.templates.parts.dual_rope import FULL, SLIDING, write_layer_types
+from mca_models.templates.parts.rope import FULL, SLIDING, write_layer_types
 from mca_models.templates.parts.sliding_window import WINDOW
 
 GRANITE = get_family("granite")

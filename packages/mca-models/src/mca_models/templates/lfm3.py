@@ -6,7 +6,7 @@ from mca_models.templates.config_table import NO_ATTENTION_BIAS, ConfigTable, Fi
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
 from mca_models.templates.parts.common import dense_mlp, embedding, head
-from mca_models.templates.parts.dual_rope import FULL, PER_LAYER_TYPE, SLIDING, write_layer_types
+from mca_models.templates.parts.rope import FULL, PER_LAYER_TYPE, SLIDING, write_layer_types
 from mca_models.templates.parts.short_convolution import (
     DEFAULTS,
     FIELDS,

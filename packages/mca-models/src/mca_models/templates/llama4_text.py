@@ -16,9 +16,9 @@ from mca_models.templates.config_table import (
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens, is_moe_layer
 from mca_models.templates.parts.common import renamed
-from mca_models.templates.parts.dual_rope import FULL, write_layer_types
 from mca_models.templates.parts.moe import NO_JITTER, TRANSPOSED, moe_params
 from mca_models.templates.parts.names import TRANSPOSED_EXPERTS, MoeNames
+from mca_models.templates.parts.rope import FULL, write_layer_types
 from mca_models.weights import Param
 
 NAMES = MoeNames(router="mlp.router.weight", shared="mlp.shared_expert.")

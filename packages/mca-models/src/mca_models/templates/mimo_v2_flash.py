@@ -15,7 +15,6 @@ from mca_models.templates.config_table import (
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
 from mca_models.templates.parts.common import renamed
-from mca_models.templates.parts.dual_rope import FULL, PER_LAYER_TYPE, SLIDING, write_layer_types
 from mca_models.templates.parts.moe import (
     NORMALISED,
     SIGMOID_ROUTER,
@@ -28,6 +27,7 @@ from mca_models.templates.parts.moe import (
 )
 from mca_models.templates.parts.names import MoeNames
 from mca_models.templates.parts.passthrough import with_mtp_passthrough
+from mca_models.templates.parts.rope import FULL, PER_LAYER_TYPE, SLIDING, write_layer_types
 from mca_models.weights import Param
 
 NAMES = MoeNames()

@@ -5,7 +5,7 @@ from mca_models.templates.config_table import ConfigTable, Field, dense_fields
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
 from mca_models.templates.parts.common import dense_layers
-from mca_models.templates.parts.dual_rope import derive_dual_rope, layer_types, write_dual_rope
+from mca_models.templates.parts.rope import derive_dual_rope, layer_types, write_dual_rope
 
 OLMO2 = get_family("olmo2")
 

@@ -5,7 +5,6 @@ from functools import partial
 from mca_models.templates.config_table import SILU, ConfigTable, Fixed, HfConfig, dense_fields
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
-from mca_models.templates.parts.dual_rope import FULL, SLIDING
 from mca_models.templates.parts.moe import (
     SHARED_WIDTH,
     SPARSE_LAYERS,
@@ -13,6 +12,7 @@ from mca_models.templates.parts.moe import (
     moe_params,
 )
 from mca_models.templates.parts.names import MoeNames
+from mca_models.templates.parts.rope import FULL, SLIDING
 from mca_models.templates.parts.sliding_window import window
 
 NAMES = MoeNames(shared="mlp.shared_expert.")

@@ -279,42 +279,40 @@ def iterate_steps(loader: DataLoader[StepBatch]) -> Iterator[StepBatch]:
         raise kind(str(error).rpartition(f"{kind.__name__}: ")[2].rstrip()) from error
 
 
-def resume_position(place: RunPosition, sampler: StepSampler | StepStream) -> RunPosition:
-    """Return the checkpoint's ``place`` converted to the batch size and the data of this run.
+def resume_position(saved: RunPosition, sampler: StepSampler | StepStream) -> RunPosition:
+    """Return the position ``saved`` by a checkpoint, converted to the batch size and the data of this run.
 
     Raises:
         McaError: The dataset is a stream and the number of samples per step has changed.
     """
-    size, samples = sampler.shape.global_size, sampler.num_samples
-    if isinstance(sampler, StepStream) and place.batch not in (0, size):
+    step_samples, epoch_samples = sampler.shape.global_size, sampler.num_samples
+    if isinstance(sampler, StepStream) and saved.step_samples not in (0, step_samples):
         raise UsageError(
-            f"the checkpoint's steps have {counted(place.batch, 'sample')}, this run's {size}; a stream can only "
-            "be resumed with steps of the same size; change gradient_accumulation_steps or per_device_train_batch_size"
+            f"the checkpoint's steps have {counted(saved.step_samples, 'sample')}, this run's {step_samples}; a stream "
+            "can only be resumed with steps of the same size; change gradient_accumulation_steps or "
+            "per_device_train_batch_size"
         )
-    if place.units not in ("", sampler.units):
+    if difference := _data_difference(saved, sampler):
         logger.warning(
-            "the checkpoint counts %s, this run %s: some samples of this epoch may be used twice or not at all",
-            place.units,
-            sampler.units,
+            "the checkpoint %s: some samples of this epoch may be used twice or not at all", difference
         )
-    elif _is_within_epoch(place, sampler) and place.order and sampler.order not in ("", place.order):
-        logger.warning(
-            "the checkpoint's samples come in another order (%s) than this run's (%s): some may be used twice or not "
-            "at all",
-            place.order,
-            sampler.order,
-        )
-    elif isinstance(sampler, StepSampler) and place.of not in (0, samples):
-        logger.warning(
-            "the checkpoint is in an epoch of %s, this run's have %d: some samples of this "
-            "epoch may be used twice or not at all",
-            counted(place.of, "sample"),
-            samples,
-        )
-    return replace(place.with_batch_size(size), of=samples, units=sampler.units, order=sampler.order)
+    return replace(
+        saved.with_step_samples(step_samples),
+        epoch_samples=epoch_samples,
+        unit=sampler.units,
+        order=sampler.order,
+    )
 
 
-def _is_within_epoch(place: RunPosition, sampler: StepSampler | StepStream) -> bool:
-    """Return True if the run resumes within an epoch, where the order of samples matters."""
-    at_end = place.ended or (isinstance(sampler, StepSampler) and place.samples >= place.of)
-    return place.samples > 0 and not at_end
+def _data_difference(saved: RunPosition, sampler: StepSampler | StepStream) -> str | None:
+    """Return how the samples differ from those of the checkpoint; None: they are the same, or none is skipped."""
+    in_memory = isinstance(sampler, StepSampler)
+    if saved.unit not in ("", sampler.units):
+        return f"counts {saved.unit}, this run {sampler.units}"
+    epoch_is_over = saved.epoch_ended or (in_memory and saved.samples >= saved.epoch_samples)
+    skips_samples = saved.samples > 0 and not epoch_is_over
+    if skips_samples and saved.order and sampler.order not in ("", saved.order):
+        return f"has its samples in another order ({saved.order}) than this run ({sampler.order})"
+    if in_memory and saved.epoch_samples not in (0, sampler.num_samples):
+        return f"is in an epoch of {counted(saved.epoch_samples, 'sample')}, this run's have {sampler.num_samples}"
+    return None

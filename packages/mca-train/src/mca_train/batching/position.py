@@ -25,37 +25,39 @@ class RunPosition:
     epoch: int = 0
     samples: int = 0
     """Samples of this epoch that were trained."""
-    of: int = 0
+    epoch_samples: int = 0
     """Samples per epoch; 0: the run has not started."""
-    units: str = ""
-    """Unit of the samples: single samples, or packs of some size; empty: unknown."""
+    step_samples: int = 0
+    """Samples per step; 0: the run has not started."""
+    unit: str = ""
+    """Unit of the samples: single samples, or packs of some size; empty: the run has not started."""
     order: str = ""
     """Description of the order of samples; empty: unknown."""
-    batch: int = 0
-    """Samples per step."""
-    schedule: int = 0
-    """Steps of the learning-rate schedule."""
-    extra: int = 0
+    schedule_steps: int = 0
+    """Steps made on the learning-rate schedule."""
+    extra_steps: int = 0
     """Steps in addition to those computed from epochs and samples; negative if a callback ended an epoch early."""
-    ended: bool = False
+    epoch_ended: bool = False
     """True if a callback ended this epoch before all samples were used."""
 
     def after_step(self) -> "RunPosition":
         """Return the position one step later; the last step of an epoch may be short."""
-        samples = min(self.samples + self.batch, self.of)
-        return replace(self, samples=samples, schedule=self.schedule + 1)
+        samples = min(self.samples + self.step_samples, self.epoch_samples)
+        return replace(self, samples=samples, schedule_steps=self.schedule_steps + 1)
 
-    def next_epoch(self, left: int) -> "RunPosition":
-        """Return the start of the next epoch, with ``left`` steps of this one skipped."""
-        return replace(self, epoch=self.epoch + 1, samples=0, extra=self.extra - left, ended=False)
+    def next_epoch(self, skipped_steps: int) -> "RunPosition":
+        """Return the start of the next epoch; the last ``skipped_steps`` of this one are not made."""
+        extra = self.extra_steps - skipped_steps
+        return replace(self, epoch=self.epoch + 1, samples=0, extra_steps=extra, epoch_ended=False)
 
-    def restart_epoch(self, made: int) -> "RunPosition":
-        """Return the start of this epoch, ``made`` steps of which were made already."""
-        return replace(self, samples=0, extra=self.extra + made)
+    def restart_epoch(self, made_steps: int) -> "RunPosition":
+        """Return the start of this epoch, whose first ``made_steps`` are made a second time."""
+        return replace(self, samples=0, extra_steps=self.extra_steps + made_steps)
 
-    def with_batch_size(self, batch: int) -> "RunPosition":
-        """Return the same position with steps of ``batch`` samples."""
-        return replace(self, batch=batch, extra=round(self.extra * (self.batch or batch) / batch))
+    def with_step_samples(self, samples: int) -> "RunPosition":
+        """Return the same position with steps of ``samples`` samples."""
+        extra = round(self.extra_steps * (self.step_samples or samples) / samples)
+        return replace(self, step_samples=samples, extra_steps=extra)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +76,7 @@ class RunLength:
 
     @classmethod
     def from_arguments(
-        cls, args: TrainingArguments, steps: EpochSteps, place: RunPosition, done: int
+        cls, args: TrainingArguments, epoch: EpochSteps, position: RunPosition, global_step: int
     ) -> "RunLength":
         """Compute the length from ``max_steps``, or else from ``num_train_epochs``, as in Hugging Face.
 
@@ -83,21 +85,23 @@ class RunLength:
 
         Args:
             args: Training arguments.
-            steps: Division of an epoch into steps.
-            place: Position at which the run resumes.
-            done: Optimizer steps made so far.
+            epoch: Division of an epoch into steps.
+            position: Position at which the run resumes.
+            global_step: Optimizer steps made so far, some perhaps with another batch size.
         """
-        size = steps.num_steps
-        at = place.epoch * size + size - steps.steps_after(place.samples) + place.extra
+        size = epoch.num_steps
+        made_in_epoch = size - epoch.steps_after(position.samples)
+        made = position.epoch * size + made_in_epoch + position.extra_steps
         if args.max_steps > 0:
-            last, total, at_schedule = args.max_steps, args.max_steps, done
+            max_steps, schedule_steps, schedule_done = args.max_steps, args.max_steps, global_step
         else:
-            total, at_schedule = max(math.ceil(args.num_train_epochs * size), 1), at
-            last = done + max(total - at, 0)
+            schedule_steps = max(math.ceil(args.num_train_epochs * size), 1)
+            schedule_done = made
+            max_steps = global_step + max(schedule_steps - made, 0)
         return cls(
             steps_per_epoch=size,
-            max_steps=last,
-            num_epochs=math.ceil((at + last - done) / size),
-            schedule_steps=total,
-            schedule_done=at_schedule,
+            max_steps=max_steps,
+            num_epochs=math.ceil((made + max_steps - global_step) / size),
+            schedule_steps=schedule_steps,
+            schedule_done=schedule_done,
         )

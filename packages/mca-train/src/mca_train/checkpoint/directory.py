@@ -2,14 +2,17 @@
 
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from mca_config.errors import McaError, UsageError
 from mca_config.files import read_json
+from mca_config.types import JsonObject
 from mca_models.megatron.distributed.collectives import run_on_first_rank
 from mca_train.batching.position import RunPosition
 from mca_train.checkpoint import integrity
-from mca_train.checkpoint.loop_state import LoopState, Totals
+from mca_train.checkpoint.loop_state import LoopState
 from mca_train.checkpoint.output_files import (
     PREFIX,
     STATE_FILE,
@@ -24,6 +27,7 @@ from mca_train.lr_schedule import followed_metric
 from mca_train.types import OptimizerState, TrainingArguments
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 def find(resume: str | bool | None, output_dir: Path, ranks: Ranks) -> Path | None:
@@ -116,13 +120,7 @@ def load_position(checkpoint: Path) -> RunPosition:
     Raises:
         McaError: The checkpoint holds the model only.
     """
-    folder = checkpoint / TRAINING
-    if not (folder / "optimizer.json").is_file():
-        raise UsageError(f"{checkpoint}: holds no optimizer state (save_only_model?); training cannot resume")
-    try:
-        return RunPosition(**json.loads((folder / "place.json").read_text()))
-    except (OSError, ValueError, TypeError) as error:
-        raise McaError(f"{folder / 'place.json'}: cannot be read ({error}); training cannot resume") from None
+    return _read_training(checkpoint, "position.json", lambda document: RunPosition(**document))
 
 
 def require_kind(checkpoint: Path, kind: str) -> None:
@@ -131,8 +129,8 @@ def require_kind(checkpoint: Path, kind: str) -> None:
     Raises:
         McaError: The kinds differ, or the checkpoint cannot be read.
     """
-    saved = load_loop_state(checkpoint, 0).run_kind
-    if saved not in (None, kind):
+    saved = load_loop_state(checkpoint).run_kind
+    if saved != kind:
         raise UsageError(
             f"resume_from_checkpoint: {checkpoint} is of a {saved} run, this is {kind}; to use its model, remove "
             "resume_from_checkpoint, set it as model_name_or_path (an adapter as adapter_name_or_path), and set "
@@ -140,12 +138,21 @@ def require_kind(checkpoint: Path, kind: str) -> None:
         )
 
 
-def load_loop_state(checkpoint: Path, step: int) -> LoopState:
-    """Return the loop state after ``step``; empty in checkpoints of earlier versions."""
-    path = checkpoint / TRAINING / "carried.json"
-    if not path.is_file():
-        return LoopState(totals=Totals(updates=step, logged=step))
+def load_loop_state(checkpoint: Path) -> LoopState:
+    """Return the loop state of a checkpoint.
+
+    Raises:
+        McaError: The checkpoint holds the model only.
+    """
+    return _read_training(checkpoint, "loop_state.json", LoopState.from_dict)
+
+
+def _read_training(checkpoint: Path, name: str, build: Callable[[JsonObject], T]) -> T:
+    """Return the result of ``build`` for a document about the training of ``checkpoint``."""
+    folder = checkpoint / TRAINING
+    if not (folder / "optimizer.json").is_file():
+        raise UsageError(f"{checkpoint}: holds no optimizer state (save_only_model?); training cannot resume")
     try:
-        return LoopState.from_dict(json.loads(path.read_text()))
+        return build(json.loads((folder / name).read_text()))
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise McaError(f"{path}: cannot be read ({error!r}); training cannot resume") from None
+        raise McaError(f"{folder / name}: cannot be read ({error!r}); training cannot resume") from None

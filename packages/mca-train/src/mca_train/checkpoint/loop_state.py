@@ -50,10 +50,10 @@ class LoopState:
     """Loop state; ``meters`` holds sums since the last log by the name of their meter."""
 
     totals: Totals = field(default_factory=Totals)
-    due: PendingEvents = field(default_factory=PendingEvents)
+    pending: PendingEvents = field(default_factory=PendingEvents)
     meters: Values = field(default_factory=dict)
-    run_kind: str | None = None
-    """``run_kind`` of the trainer; None in checkpoints of earlier versions."""
+    run_kind: str = ""
+    """``run_kind`` of the trainer; empty: the loop is another program's."""
 
     def to_dict(self) -> JsonObject:
         """Return the state as JSON values."""
@@ -64,7 +64,7 @@ class LoopState:
         """Build the state from `to_dict`."""
         return cls(
             totals=Totals(**document["totals"]),
-            due=PendingEvents(**document["due"]),
+            pending=PendingEvents(**document["pending"]),
             meters=document["meters"],
-            run_kind=document.get("run_kind"),
+            run_kind=document["run_kind"],
         )

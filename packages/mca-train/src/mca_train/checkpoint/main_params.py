@@ -6,7 +6,6 @@ main parameters without rounding.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -20,19 +19,6 @@ _WEIGHTS = "mca_weights"
 
 ReadFp32 = Callable[[nn.Parameter], Tensor]
 """Function that reads this rank's shard of a parameter from a checkpoint, in fp32."""
-
-
-@dataclass(frozen=True)
-class SavedWeights:
-    """Weights of a checkpoint, which are loaded in the dtype of the run.
-
-    Attributes:
-        read: Reads one parameter with its saved precision.
-        in_fp32: All were saved in fp32.
-    """
-
-    read: ReadFp32
-    in_fp32: bool
 
 
 def request_weights(optimizer: MegatronOptimizer, parts: Sequence[JsonObject], model: OptimizerState) -> None:

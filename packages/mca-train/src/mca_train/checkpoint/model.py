@@ -19,7 +19,7 @@ from mca_models.megatron.factory import fill
 from mca_models.megatron.factory.fill import shard_rank_and_size
 from mca_models.megatron.peft import PeftModels
 from mca_models.megatron.tensors import to_torch
-from mca_train.checkpoint.main_params import ReadFp32, SavedWeights
+from mca_train.checkpoint.main_params import ReadFp32
 from mca_train.checkpoint.output_files import HF_FOLDER
 from mca_train.types import PreTrainedTokenizerBase, VirtualModels
 
@@ -151,7 +151,7 @@ def load_weights(model: VirtualModels, directory: Path) -> None:
     fill.from_source(source, model.local_params(), model.rank_context.layout, model.rank_context.coordinates)
 
 
-def saved_weights(model: VirtualModels, directory: Path) -> SavedWeights:
+def saved_weights(model: VirtualModels, directory: Path) -> ReadFp32:
     """Return a reader of the weights that `load_weights` loaded; ``directory`` is opened on the first read."""
 
     @cache
@@ -160,10 +160,7 @@ def saved_weights(model: VirtualModels, directory: Path) -> SavedWeights:
             return _adapter_reader(model, directory)
         return _model_reader(model, directory)
 
-    path = directory / FILE_NAME
-    known = path.is_file()
-    dtype = McaModelConfig.from_json(path.read_text(encoding="utf-8"), str(path)).dtype if known else None
-    return SavedWeights(lambda param: reader()(param), in_fp32=dtype == "float32")
+    return lambda param: reader()(param)
 
 
 def _model_reader(model: VirtualModels, directory: Path) -> ReadFp32:

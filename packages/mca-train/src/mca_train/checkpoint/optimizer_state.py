@@ -9,7 +9,7 @@ optimizer.
 """
 
 import re
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,14 +25,13 @@ from mca_models.torch_checkpoint.storage_forms import global_spellings
 from mca_train import groups
 from mca_train.checkpoint import main_params
 from mca_train.checkpoint.distributed_optimizer import per_parameter_states
-from mca_train.checkpoint.main_params import SavedWeights
+from mca_train.checkpoint.main_params import ReadFp32
 from mca_train.engine.offload import as_adam, init_precision_aware_state, is_precision_aware
 from mca_train.types import Chunk, MegatronOptimizer, OptimizerState
 
 _MAIN_PARAM = f"{main_params.PREFIX}."
 _MAIN_PARAM_IF_SPLIT = "optimizer.state.param."
 _KIND = re.compile(r"optimizer\.state\.(?!fp32_param\.)(\w+)\.")
-_ALL_LAYERS = re.compile(r"optimizer\.state\.\w+\.decoder\.layers\.(?!\d)")
 
 
 @dataclass(frozen=True)
@@ -41,8 +40,8 @@ class Numbers:
 
     step: float | None
     grad_scaler: JsonObject | None
-    optimizer: str | None = None
-    """``adam``, ``sgd`` or ``muon``; None in checkpoints of earlier versions."""
+    optimizer: str = ""
+    """``adam``, ``sgd`` or ``muon``."""
 
 
 def save(
@@ -64,9 +63,7 @@ def load(
     chunks: list[Chunk],
     folder: Path,
     numbers: Numbers,
-    weights: SavedWeights,
-    *,
-    ignored: Collection[str] = (),
+    read_weight: ReadFp32,
 ) -> None:
     """Restore the result of `save`, written on any layout; collective. The weights are loaded already.
 
@@ -75,14 +72,13 @@ def load(
         chunks: The model.
         folder: Written by `save`.
         numbers: Returned by `save`.
-        weights: Saved weights of the same checkpoint.
-        ignored: Per-parameter states that the writing optimizer kept but never read.
+        read_weight: Reads a weight of the same checkpoint.
 
     Raises:
         McaError: The checkpoint has no state for a parameter (another optimizer or another model wrote it).
     """
     with as_adam(optimizer, loading=True):
-        _load(optimizer, chunks, folder, numbers, weights, ignored)
+        _load(optimizer, chunks, folder, numbers, read_weight)
 
 
 def _load(
@@ -90,21 +86,15 @@ def _load(
     chunks: list[Chunk],
     folder: Path,
     numbers: Numbers,
-    weights: SavedWeights,
-    ignored: Collection[str],
+    read_weight: ReadFp32,
 ) -> None:
     saved = shapes_in(folder)
-    state = _sharded(optimizer, chunks, loading=True, by_layer=not any(map(_ALL_LAYERS.match, saved)))
-    _require_same_kind(folder, _kinds(saved) - set(ignored), state)
+    state = _sharded(optimizer, chunks, loading=True)
+    _require_same_kind(folder, _kinds(saved), state)
     counting = [_counts_steps(part) for part in _parts(state)]
     _use_saved_keys(state, saved)
     requested, absent = {}, []
-    stale = (
-        numbers.optimizer is None and weights.in_fp32
-    )  # mca 0.1.0 wrote main parameters that were never updated
     for number, (_, key, leaf) in enumerate(_leaves(state)):
-        if stale and leaf.key.startswith(_MAIN_PARAM):
-            continue
         if all(key in saved for key in _keys(leaf)):
             requested[str(number)] = leaf
         elif not leaf.key.startswith(_MAIN_PARAM):
@@ -115,22 +105,17 @@ def _load(
         if str(number) in requested:
             container[key] = _without_padding(loaded[str(number)], leaf, saved.get(leaf.key, ()))
     main_params.copy_into_weights(optimizer, _parts(state))
-    main_params.fill_missing(optimizer, _parts(state), weights.read)
+    main_params.fill_missing(optimizer, _parts(state), read_weight)
     numbers = replace(numbers, grad_scaler=_clamp_scaler(numbers.grad_scaler, optimizer))
     _put_numbers(state, numbers, counting)
     optimizer.load_state_dict(_unwrap_local_objects(state))
     main_params.copy_te_main_params(optimizer)
 
 
-def _sharded(
-    optimizer: MegatronOptimizer, chunks: list[Chunk], *, loading: bool, by_layer: bool = True
-) -> OptimizerState:
-    """Return the sharded state with separate tensors per layer, as untrained layers would leave gaps in stacked ones.
-
-    Older checkpoints of models with equal layers have stacked tensors (``by_layer`` False).
-    """
+def _sharded(optimizer: MegatronOptimizer, chunks: list[Chunk], *, loading: bool) -> OptimizerState:
+    """Return the sharded state; layers have separate tensors, as untrained ones would leave gaps in stacked tensors."""
     metadata = {
-        "non_homogeneous_layers": by_layer,
+        "non_homogeneous_layers": True,
         "distrib_optim_sharding_type": "fully_reshardable",
         "singleton_local_shards": False,
         "chained_optim_avoid_prefix": True,
@@ -157,7 +142,7 @@ def _sharded(
 
 
 def _use_saved_keys(state: OptimizerState, saved: Container[str]) -> None:
-    """Rename keys to their spelling in the checkpoint: local layers once had other names for norms."""
+    """Rename keys to their spelling in the checkpoint, which differs between versions of Megatron."""
     for _, _, leaf in _leaves(state):
         leaf.key = next((key for key in global_spellings(leaf.key) if key in saved), leaf.key)
 
@@ -190,7 +175,7 @@ def _reject_absent(folder: Path, absent: list[str]) -> None:
 
 
 def _kinds(keys: Iterable[str]) -> set[str]:
-    """Return the kinds of per-parameter states other than main parameters: ``exp_avg``, ``momentum_buffer``, ..."""
+    """Return the kinds of per-parameter states except main parameters: ``exp_avg``, ``momentum_buffer``, ..."""
     return {match[1] for key in keys if (match := _KIND.match(key))}
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Protocol
 
 from mca_config.errors import McaError
-from mca_config.files import read_json
 from mca_config.types import JsonObject, Typed
 from mca_models.megatron.distributed.collectives import (
     run_on_all_ranks,
@@ -21,9 +20,8 @@ from mca_models.megatron.distributed.writer import PendingWrite
 from mca_models.storage.atomic import write_file
 from mca_train.batching.position import RunPosition
 from mca_train.checkpoint import fp8_scales, optimizer_state
-from mca_train.checkpoint.integrity import ARGUMENTS_FILE
 from mca_train.checkpoint.loop_state import LoopState
-from mca_train.checkpoint.main_params import SavedWeights
+from mca_train.checkpoint.main_params import ReadFp32
 from mca_train.checkpoint.output_files import TRAINING
 from mca_train.engine.engine import Engine
 from mca_train.engine.rng import load_rng, matches_layout, save_rng
@@ -50,11 +48,11 @@ class TrainingState:
         engine: With the optimizer and the wrapped chunks.
         scheduler: The learning rate, with ``state_dict`` and ``load_state_dict``.
         ranks: This rank.
-        place: The run's position in its data.
+        position: The run's position in its data.
     """
 
-    def __init__(self, engine: Engine, scheduler: Schedule, ranks: Ranks, place: RunPosition) -> None:
-        self._place = place
+    def __init__(self, engine: Engine, scheduler: Schedule, ranks: Ranks, position: RunPosition) -> None:
+        self._position = position
         self._engine = engine
         self._scheduler = scheduler
         self._ranks = ranks
@@ -73,7 +71,7 @@ class TrainingState:
             )
         numbers = replace(numbers, optimizer=self._engine.optimizer_name)
         documents = {"scheduler": self._scheduler.state_dict(), "optimizer": asdict(numbers)}
-        documents |= {"place": asdict(self._place), "carried": loop_state.to_dict()}
+        documents |= {"position": asdict(self._position), "loop_state": loop_state.to_dict()}
 
         def write() -> None:
             for name, state in documents.items():
@@ -82,12 +80,12 @@ class TrainingState:
         run_on_first_rank(write)
         return writing
 
-    def load(self, checkpoint: Path, weights: SavedWeights) -> None:
+    def load(self, checkpoint: Path, read_weight: ReadFp32) -> None:
         """Restore the saved state.
 
         Args:
             checkpoint: The directory.
-            weights: Of its model.
+            read_weight: Reads a weight of its model.
 
         Raises:
             McaError: Another optimizer wrote it.
@@ -95,7 +93,7 @@ class TrainingState:
         folder = checkpoint / TRAINING
         numbers = optimizer_state.Numbers(**json.loads((folder / "optimizer.json").read_text()))
         current = self._engine.optimizer_name
-        if numbers.optimizer not in (None, current):
+        if numbers.optimizer != current:
             raise McaError(
                 f"{folder}: was written by optimizer {numbers.optimizer}, this run's is {current}; resume with the "
                 "optimizer that it was written with"
@@ -106,13 +104,12 @@ class TrainingState:
                 self._modules(),
                 folder / "optimizer",
                 numbers,
-                weights,
-                ignored=_unused_states(checkpoint),
+                read_weight,
             )
         self._engine.sync_params()
         run_on_all_ranks_unwrapped(lambda: fp8_scales.load(folder, self._modules()))
         schedule = json.loads((folder / "scheduler.json").read_text())
-        self._scheduler.load_state_dict(schedule, self._place.schedule)
+        self._scheduler.load_state_dict(schedule, self._position.schedule_steps)
 
     def load_rng(self, checkpoint: Path, *, drops: bool) -> None:
         """Restore the random states, on all ranks or on none; collective.
@@ -150,13 +147,3 @@ def _to_json(value: Typed) -> Typed:
     if isinstance(value, (list, tuple)):
         return [_to_json(item) for item in value]
     return value.item() if hasattr(value, "item") else value
-
-
-def _unused_states(checkpoint: Path) -> tuple[str, ...]:
-    """Return unused states: on GPUs mca 0.1.0 saved a momentum for sgd without momentum too."""
-    arguments = read_json(checkpoint / ARGUMENTS_FILE, "the checkpoint is incomplete")
-    return (
-        ("momentum_buffer",)
-        if arguments.get("optimizer") == "sgd" and not arguments.get("sgd_momentum")
-        else ()
-    )

@@ -18,7 +18,7 @@ from typing import Protocol
 from mca_config.errors import DiskFull, McaError
 from mca_config.files import naming_read_errors
 from mca_models.megatron.distributed.collectives import SharedDirectory, disk_space_hint, is_disk_full
-from mca_models.storage.partial_folder import remove_leftovers, retire
+from mca_models.storage.staging_folder import remove_leftovers, stage_for_removal
 from mca_train.types import Upstream
 
 
@@ -95,7 +95,7 @@ class CheckpointWriter:
 
     def delete(self, checkpoint: Path) -> None:
         """Delete a checkpoint: rename it now and remove it in a thread; not collective."""
-        thread = threading.Thread(target=retire(checkpoint).remove)
+        thread = threading.Thread(target=stage_for_removal(checkpoint).remove)
         thread.start()
         self._deletions.append(thread)
 

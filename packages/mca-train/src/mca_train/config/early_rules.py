@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import cast
 
 from mca_config.training_checks import report_problems
-from mca_config.types import HfArguments, Typed
+from mca_config.types import HfArguments, Typed, Values
 
 _PACKAGES = {"azure_ml": ("azureml",), "tensorboard": ("tensorboard", "tensorboardX")}
 """Packages of which one must be installed, for names that differ from their package."""
@@ -31,6 +31,11 @@ SCHEDULE_STEPS = 1000
 """Steps of a schedule that is built only as a check."""
 SCHEDULE_ERRORS = (TypeError, ValueError, KeyError, AttributeError, ArithmeticError)
 """Errors of transformers about the values of a schedule."""
+_BY_METRIC = {
+    "REDUCE_ON_PLATEAU": ("torch", "optim/lr_scheduler.py", "ReduceLROnPlateau"),
+    "GREEDY": ("transformers", "optimization.py", "GreedyLR"),
+}
+"""Package, file and class of each schedule that follows the evaluation loss."""
 _FROM_THE_RUN = ("optimizer", "num_warmup_steps", "num_training_steps", "last_epoch")
 
 
@@ -60,7 +65,10 @@ def schedule_key_problems(args: HfArguments) -> Iterator[str]:
     if not isinstance(settings, dict):
         yield f'lr_scheduler_kwargs is {settings!r}; expected a mapping, such as {{"num_cycles": 2}}'
         return
-    known = schedule_parameters().get(schedule.name if isinstance(schedule, Enum) else schedule.upper())
+    member = schedule.name if isinstance(schedule, Enum) else schedule.upper()
+    known = schedule_parameters().get(member)
+    if (by_metric := metric_schedules().get(member)) is not None:
+        known = tuple(each for each in inspect.signature(by_metric).parameters if each not in _FROM_THE_RUN)
     unknown = [name for name in settings if known is not None and name not in known]
     if known is not None and unknown:
         advice = f"expected some of {', '.join(sorted(known))}" if known else "remove lr_scheduler_kwargs"
@@ -134,8 +142,12 @@ def checked_steps(args: HfArguments) -> int:
 def schedule_value_problems(args: HfArguments) -> Iterator[str]:
     """Build the schedule as a check, as `lr_schedule.schedule_problems` does, but without torch."""
     settings, schedule = args.lr_scheduler_kwargs or {}, args.lr_scheduler_type
-    function = _schedule_functions().get(schedule.name if isinstance(schedule, Enum) else schedule.upper())
-    if function is None or not isinstance(settings, dict):
+    if not isinstance(settings, dict):
+        return
+    member = schedule.name if isinstance(schedule, Enum) else schedule.upper()
+    if (by_metric := metric_schedules().get(member)) is not None:
+        yield from _metric_schedule_problems(by_metric, args, settings)
+    if (function := _schedule_functions().get(member)) is None:
         return
     steps, base, warmup = checked_steps(args), float(args.learning_rate), args.warmup_steps
     warmup = int(warmup) if warmup >= 1 else math.ceil(steps * warmup)
@@ -153,6 +165,18 @@ def schedule_value_problems(args: HfArguments) -> Iterator[str]:
         yield schedule_problem(str(getattr(schedule, "value", schedule)), settings, error)
 
 
+def _metric_schedule_problems(schedule: type, args: HfArguments, settings: Values) -> Iterator[str]:
+    """Build a schedule that follows a metric, as `schedule_value_problems` does."""
+    kind = args.lr_scheduler_type
+    try:
+        check_schedule_settings(schedule, settings)
+        schedule(_Carrier(float(args.learning_rate)), **settings)
+    except NameError:
+        return  # the source needs more than `metric_schedules` provides
+    except SCHEDULE_ERRORS as error:
+        yield schedule_problem(str(getattr(kind, "value", kind)), settings, error)
+
+
 class _Carrier:
     """Optimizer of a schedule that is built as a check.
 
@@ -162,6 +186,7 @@ class _Carrier:
 
     def __init__(self, rate: float) -> None:
         self.defaults = {"lr": rate}
+        self.param_groups = [dict(self.defaults)]
 
 
 def _schedule_rate(
@@ -192,6 +217,34 @@ def _schedule_functions() -> dict[str, Callable[..., object]]:
     except Exception:  # the source of another version may differ in any way
         return {}
     return {schedule: cast("Callable[..., object]", names[node.name]) for schedule, node in known.items()}
+
+
+@cache
+def metric_schedules() -> dict[str, type]:
+    """Return the classes of schedules that follow a metric, from the source; their constructors check values."""
+    found = {}
+    for schedule, (package, file, name) in _BY_METRIC.items():
+        nodes = [
+            node
+            for node in ast.parse(_source(file, package)).body
+            if isinstance(node, ast.ClassDef) and node.name == name
+        ]
+        for method in (each for node in nodes for each in node.body if isinstance(each, ast.FunctionDef)):
+            method.decorator_list = []
+        names: dict[str, object] = {
+            "Optimizer": _Carrier,
+            "LRScheduler": object,
+            "inf": math.inf,
+            "_param_groups_val_list": lambda optimizer, key: [group[key] for group in optimizer.param_groups],
+        }
+        code = compile(ast.Module([*nodes], []), file, "exec", __future__.annotations.compiler_flag)
+        try:
+            exec(code, names)
+        except Exception:  # the source of another version may differ in any way
+            continue
+        if isinstance(kind := names.get(name), type):
+            found[schedule] = kind
+    return found
 
 
 @cache
@@ -226,8 +279,8 @@ def _schedule_nodes() -> tuple[list[ast.stmt], dict[str, ast.FunctionDef]]:
     return nodes, found
 
 
-def _source(name: str) -> str:
-    found = find_spec("transformers")
+def _source(name: str, package: str = "transformers") -> str:
+    found = find_spec(package)
     assert found is not None and found.origin is not None
     path = Path(found.origin).parent / name
     return path.read_text(encoding="utf-8") if path.is_file() else ""

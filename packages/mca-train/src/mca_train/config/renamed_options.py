@@ -83,7 +83,7 @@ _ANOTHER_WAY = {
     "padding_free": "packs have no padding between their samples: set sequence_packing to true",
     "plot_loss": "loss.png is drawn at the end of every run where matplotlib is installed; remove the key",
     "enable_liger_kernel": "the model's layers are Megatron's; remove the key",
-    "beta": "by the kind of run: set dpo_beta or kto_beta instead",
+    "beta": "each job has its own: set dpo_beta or kto_beta instead",
     "loss_type": "set dpo_loss instead; kto has one loss, there remove the key",
     "warmup_ratio": "set warmup_steps: below 1 it is a fraction of the run",
     "global_batch_size": "a step takes per_device_train_batch_size x gradient_accumulation_steps x data-parallel size "

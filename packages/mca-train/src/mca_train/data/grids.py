@@ -18,7 +18,9 @@ class Grid:
         times: Seconds of the frames, which some families write in front of them; known while a row is read.
         tile_rows: Rows of the tiles of an image, for families with marks between tiles.
         tile_columns: Columns of its tiles; known while a row is read.
+        tile_tokens: Placeholders of a tile next to a whole image of others; known while a row is read.
         sound: Placeholders of the sound of a video, between those of its frames.
+        number: Number among the images of its sequence, its videos, or its clips.
     """
 
     rows: int
@@ -28,7 +30,9 @@ class Grid:
     times: tuple[float, ...] = field(default=(), compare=False)
     tile_rows: int = 1
     tile_columns: int = field(default=1, compare=False)
+    tile_tokens: int = field(default=0, compare=False)
     sound: int = 0
+    number: int = field(default=0, compare=False)
 
     @property
     def medium(self) -> str:
@@ -43,7 +47,7 @@ class Grid:
     @property
     def numbers(self) -> list[float]:
         """Return the numbers from which ``from_numbers`` restores the grid, without what only a row knows."""
-        return [self.rows, self.columns, self.frames, self.interval, self.tile_rows, self.sound]
+        return [self.rows, self.columns, self.frames, self.interval, self.tile_rows, self.sound, self.number]
 
     @classmethod
     def audio(cls, tokens: int) -> "Grid":
@@ -54,8 +58,9 @@ class Grid:
     def from_numbers(cls, numbers: Sequence[float]) -> "Grid":
         """Return the grid with these ``numbers``."""
         rows, columns, frames, interval, *others = numbers
-        tile_rows, sound = map(int, others)
-        return cls(int(rows), int(columns), int(frames), float(interval), tile_rows=tile_rows, sound=sound)
+        tile_rows, sound, number = map(int, others)
+        size = (int(rows), int(columns), int(frames), float(interval))
+        return cls(*size, tile_rows=tile_rows, sound=sound, number=number)
 
     def __str__(self) -> str:
         sides = (self.frames, self.rows, self.columns) if self.frames > 0 else (self.rows, self.columns)

@@ -16,6 +16,8 @@ from mca_models.media import placeholders
 from mca_models.templates import get_family
 from mca_models.templates.parts.vision_tower import ImageTokenKind
 from mca_train.data.chat import with_image_text
+from mca_train.data.grids import Grid
+from mca_train.data.image_slices import SliceTokens
 from mca_train.data.image_tiles import (
     FixedTokens,
     JoinedTileTokens,
@@ -54,7 +56,7 @@ def image_tokens(
             f"images of {config.model_type} are not supported in rows: mca does not write the tokens that its "
             "processor puts around an image; remove the images from the rows of the dataset"
         )
-    processor, token = _processor(directories), placeholders(config.vision_fields).get("image")
+    processor, token = image_processor(directories), placeholders(config.vision_fields).get("image")
     if token is None:
         raise UsageError(
             f"config.json: image_token_id is missing, the placeholder of {config.model_type}"
@@ -89,7 +91,8 @@ def _tokens_per_image(config: McaModelConfig) -> int:
     return part.tokens_per_image(config)
 
 
-def _size_tokens(config: McaModelConfig) -> Callable[[int, int], int]:
+def size_tokens(config: McaModelConfig) -> Callable[[int, int], int]:
+    """Return the function from the height and width of an image, or its patches, to its tokens."""
     part = get_family(config.model_type).vision
     assert part is not None and part.tokens_of_size is not None, "the size of an image gives its tokens"
     return partial(part.tokens_of_size, config)
@@ -130,7 +133,7 @@ def _joined_tiles(
     processor: ImageProcessor, token: int, config: McaModelConfig, tokenizer: "PreTrainedTokenizerBase"
 ) -> ImageTokens:
     grids = _vision(config).get("image_grid_pinpoints")
-    count, part = _size_tokens(config), get_family(config.model_type).vision
+    count, part = size_tokens(config), get_family(config.model_type).vision
     if part is not None and part.tokens_together is not None:
         return LoneTileTokens(processor, token, count, grids, part.tokens_together(config))
     return JoinedTileTokens(processor, token, count, grids)
@@ -207,6 +210,50 @@ def _thumbnail_tiles(
         return [*ids, *[token] * whole, last]
 
     return ThumbnailTokens(processor, token, write)
+
+
+def _numbered_slices(
+    processor: ImageProcessor, token: int, config: McaModelConfig, tokenizer: "PreTrainedTokenizerBase"
+) -> ImageTokens:
+    write = slice_writer(tokenizer, token, numbered=getattr(processor, "use_image_id", True))
+    mode = _vision(config).get("downsample_mode", "16x")
+    return SliceTokens(processor, token, mode, size_tokens(config), write)
+
+
+def slice_writer(
+    tokenizer: "PreTrainedTokenizerBase", token: int, *, numbered: bool
+) -> Callable[[Grid], list[int]]:
+    """Return the function that writes MiniCPM-V's tokens of an image, or of each frame of a video.
+
+    Args:
+        tokenizer: The tokenizer.
+        token: Id of the placeholder token.
+        numbered: The number of the image or the video is in front of it.
+    """
+    usual = {f"image_{side}_token": mark for side, mark in (("start", "<image>"), ("end", "</image>"))}
+    usual |= {f"slice_{side}_token": mark for side, mark in (("start", "<slice>"), ("end", "</slice>"))}
+    if numbered:
+        usual |= {"image_id_start_token": "<image_id>", "image_id_end_token": "</image_id>"}
+    known = {name: getattr(tokenizer, name, mark) for name, mark in usual.items()}
+    marks = dict(zip(known, _ids(tokenizer, *known.values()), strict=True))
+
+    def spell(text: str) -> list[int]:
+        found: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return found
+
+    def piece(kind: str, length: int) -> list[int]:
+        return [marks[f"{kind}_start_token"], *[token] * length, marks[f"{kind}_end_token"]]
+
+    def write(grid: Grid) -> list[int]:
+        whole = grid.columns - grid.tile_rows * grid.tile_columns * grid.tile_tokens
+        row = piece("slice", grid.tile_tokens) * grid.tile_columns
+        rows = row + (spell("\n") + row) * (grid.tile_rows - 1) if grid.tile_rows else []
+        frame = [*piece("image", whole), *rows] * max(grid.frames, 1)
+        if not numbered:
+            return frame
+        return [marks["image_id_start_token"], *spell(str(grid.number)), marks["image_id_end_token"], *frame]
+
+    return write
 
 
 _WORD_MARKS = ("<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>")
@@ -297,12 +344,14 @@ _MAKERS: Mapping[str, _Maker] = {
     "joined_tiles": _joined_tiles,
     "row_column_tiles": _row_column_tiles,
     "thumbnail_tiles": _thumbnail_tiles,
+    "numbered_slices": _numbered_slices,
     "word_marks": _word_marks,
     "word_tiles": _tiles,
 }
 
 
-def _processor(directories: Sequence[Path]) -> ImageProcessor:
+def image_processor(directories: Sequence[Path]) -> ImageProcessor:
+    """Return the image processor in the first of ``directories`` that has one."""
     # without torchvision, transformers 5.17 exports a dummy class that raises an error
     from transformers.models.auto.image_processing_auto import AutoImageProcessor
 

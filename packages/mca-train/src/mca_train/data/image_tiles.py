@@ -25,7 +25,7 @@ from mca_config.errors import UsageError
 from mca_models.media import ImageSpan, tile_order
 from mca_models.megatron.features.sequence_media import join_tensors
 from mca_train.data.grids import Grid
-from mca_train.data.image_tokens import ImageTokens, require_unchanged
+from mca_train.data.image_tokens import ImageTokens, locate_runs, require_unchanged
 from mca_train.types import ImageProcessor
 
 if TYPE_CHECKING:
@@ -429,9 +429,7 @@ class ThumbnailTokens(ImageTokens):
 
     def locate(self, where: Sequence[int], grid: Grid) -> list[ImageSpan]:
         """Return one location per tile."""
-        starts = [index for index, previous in zip(where, [-2, *where], strict=False) if index > previous + 1]
-        ends = [index + 1 for index, later in zip(where, [*where[1:], -1], strict=True) if later != index + 1]
-        return [ImageSpan(int(start), 1, int(end - start)) for start, end in zip(starts, ends, strict=True)]
+        return locate_runs(where)
 
     def _taken(self, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
         most = int(made["pixel_attention_mask"].sum(1).max())

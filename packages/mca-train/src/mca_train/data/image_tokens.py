@@ -96,6 +96,13 @@ class ImageTokens(ABC):
         return {name: made[name] for name in self.taken}
 
 
+def locate_runs(where: Sequence[int]) -> list[ImageSpan]:
+    """Return one location for each run of placeholders that follow one another, by their indices ``where``."""
+    starts = [index for index, previous in zip(where, [-2, *where], strict=False) if index > previous + 1]
+    ends = [index + 1 for index, later in zip(where, [*where[1:], -1], strict=True) if later != index + 1]
+    return [ImageSpan(int(start), 1, int(end - start)) for start, end in zip(starts, ends, strict=True)]
+
+
 def require_unchanged(place: str, grid: Grid, now: Grid) -> None:
     """Raise an error for a file whose number of tokens has changed.
 

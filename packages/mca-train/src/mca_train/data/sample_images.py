@@ -62,7 +62,7 @@ class ImageTable:
         counts = [len(grids) for grids, _ in kept]
         return cls(
             starts=np.cumsum([0, *counts], dtype=np.int64),
-            grids=np.array([grid.numbers for grids, _ in kept for grid in grids], np.float64).reshape(-1, 6),
+            grids=np.array([grid.numbers for grids, _ in kept for grid in grids], np.float64).reshape(-1, 7),
             origins=np.array([origin for _, origins in kept for origin in origins], np.int64).reshape(-1, 2),
         )
 

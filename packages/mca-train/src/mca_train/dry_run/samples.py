@@ -157,6 +157,14 @@ def _shapes(images: Images) -> dict[str, torch.Tensor]:
     }
 
 
+def _loose_patches(images: Images) -> dict[str, torch.Tensor]:
+    along, side = images.side * images.tower.merge, images.tower.patch
+    return {
+        "pixel_values": torch.zeros(images.patches, 3, side, side),
+        "target_sizes": torch.tensor([[along, along]] * images.count),
+    }
+
+
 _PIXELS = {
     "patches": _patches,
     "tiles": _tiles,
@@ -166,6 +174,7 @@ _PIXELS = {
     "marked_tiles": _marked_tiles,
     "joined_tiles": _joined_tiles,
     "shapes": _shapes,
+    "loose_patches": _loose_patches,
 }
 
 

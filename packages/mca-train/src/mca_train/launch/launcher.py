@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType
 
 from mca_config.errors import McaError
-from mca_models.storage.partial_folder import PartialFolder, remove_leftovers
+from mca_models.storage.staging_folder import StagingFolder, remove_leftovers
 from mca_train.launch.environment import LISTENER, listening, rank_environment, threads_per_gpu_rank
 from mca_train.launch.failures import End, done_mark, explain, report_failure
 
@@ -49,7 +49,7 @@ def scratch_folder() -> Iterator[Path]:
     try:
         parent, name = Path(tempfile.gettempdir()), f"mca-train-{os.getuid()}"
         remove_leftovers(parent / name)
-        folder = PartialFolder(parent, name)
+        folder = StagingFolder(parent, name)
         folder.path.chmod(0o700)
     except OSError as error:
         where = tempfile.tempdir or os.environ.get("TMPDIR", "/tmp")

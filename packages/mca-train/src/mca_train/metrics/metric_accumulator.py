@@ -61,11 +61,9 @@ class StepRows:
         return rows
 
     def restore(self, rows: Sequence[Sequence[float]]) -> None:
-        """Continue from reduced ``rows``; values that an older version did not count are 0."""
+        """Continue from reduced ``rows``."""
         self._mine, self._counts = [], []
-        width = self.before.shape[1]
-        full = [[*row, *[0.0] * (width - len(row))] for row in rows]
-        self.before = torch.tensor(full, dtype=torch.float64).reshape(len(rows), width)
+        self.before = torch.tensor(rows, dtype=torch.float64).reshape(len(rows), self.before.shape[1])
 
 
 class MetricAccumulator:

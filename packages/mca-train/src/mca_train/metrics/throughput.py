@@ -22,12 +22,13 @@ from mca_config.model_config import DtypeName, McaModelConfig
 from mca_models.templates.parts.layer_costs import ExpertSizes
 from mca_models.templates.parts.mla import latent_sizes
 from mca_models.templates.parts.moe import expert_sizes
+from mca_models.templates.shapes import full_shape
 from mca_models.weights import Param, Stage
 from mca_train import groups
 from mca_train.config.model_parts import trained_parts
 from mca_train.groups import Ranks
 from mca_train.metrics.meter import LossReport
-from mca_train.plan.counts import adapter_shapes, model_params, param_shape
+from mca_train.plan.counts import adapter_shapes, model_params
 from mca_train.types import TrainingArguments, VirtualModels
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class ModelFlops:
         trained = {param.mca_name() for param in saved} if frozen or adapter is not None else None
         per_token, depth, moe = 0.0, config.mtp_num_layers or 0, expert_sizes(config)
         for param in model_params(config):
-            shape, name = param_shape(param, config), param.mca_name()
+            shape, name = full_shape(param, config), param.mca_name()
             table = name.startswith("embedding.") and name.endswith("_embeddings.weight")
             if len(shape) < 2 or table or param.stage is Stage.VISION:
                 continue

@@ -57,11 +57,6 @@ def model_params(config: McaModelConfig) -> "list[Param]":
     return get_family(config.model_type).params(config)
 
 
-def param_shape(param: "Param", config: McaModelConfig) -> Shape:
-    """Return the shape of the full parameter."""
-    return full_shape(param, config)
-
-
 def adapter_shapes(
     config: McaModelConfig, factors: "Iterable[LoraFactors]"
 ) -> "Iterator[tuple[Param, Shape]]":
@@ -89,12 +84,12 @@ class ModelCounts:
     @classmethod
     def for_model(cls, config: McaModelConfig) -> "ModelCounts":
         """Count all parameters of a model."""
-        return cls(config, ((param, param_shape(param, config)) for param in model_params(config)))
+        return cls(config, ((param, full_shape(param, config)) for param in model_params(config)))
 
     @classmethod
     def for_adapter(cls, config: McaModelConfig, rules: "AdapterRules") -> "ModelCounts":
         """Count the trained parameters of an adapter."""
-        saved = [(param, param_shape(param, config)) for param in rules.saved]
+        saved = [(param, full_shape(param, config)) for param in rules.saved]
         return cls(config, [*adapter_shapes(config, rules.factors), *saved])
 
     @classmethod
@@ -104,7 +99,7 @@ class ModelCounts:
             return None
 
         frozen = [param for param in model_params(config) if model_part(param, config) not in trained]
-        return cls(config, ((param, param_shape(param, config)) for param in frozen))
+        return cls(config, ((param, full_shape(param, config)) for param in frozen))
 
     def by_stage(self, layout: ParallelLayout, *, layers_only: bool = False) -> list[Count]:
         """Return the count on the fullest rank of each pipeline stage, including vocabulary padding.

@@ -16,8 +16,7 @@ from mca_train.plan.chunks import ChunkSpec, recomputed_modules
 from mca_train.plan.counts import Count
 from mca_train.plan.hardware import Hardware
 from mca_train.plan.local_layers import mixer_costs, sliding_window
-from mca_train.plan.schedule import Order, Pass
-from mca_train.plan.timeline import timeline
+from mca_train.plan.schedule import Order, Pass, timeline
 
 _KERNELS = 45
 """Kernels of a layer's forward pass, except those per expert; the backward pass has twice as many."""

@@ -28,11 +28,24 @@ FRAMES = 32
 """Default number of frames of a video in a plan."""
 FRAME_TOKENS = 70
 """Tokens of a frame of Gemma 4, by default of its video processor."""
+WHOLE = 64
+"""Patches along a side of an image whose features are counted, a multiple of those that towers merge."""
 FRAME_WORDS = 10
 """Tokens of the time of a frame and of the marks around it, which most families write."""
-Form = Literal["patches", "tiles", "sizes", "pooled", "lone_tiles", "marked_tiles", "joined_tiles", "shapes"]
+Form = Literal[
+    "patches",
+    "tiles",
+    "sizes",
+    "pooled",
+    "lone_tiles",
+    "marked_tiles",
+    "joined_tiles",
+    "shapes",
+    "loose_patches",
+]
 """Input of a tower: a grid of patches, images of one size, images with their sizes, padded patches of images, the same
-with their rows and columns; or tiles: one for each image, with marks that have features, or joined with their sizes."""
+with their rows and columns, or the same without padding (``loose_patches``); or tiles: one for each image, with marks
+that have features, or joined with their sizes."""
 ImageLayout = tuple[Form, int | None, int]
 """Form, fixed side in pixels (None: any), and patches along a side of a token."""
 
@@ -75,6 +88,7 @@ _BLOCKS = {
     "idefics3_vision": _Block(attention=4),  # SigLIP on patches of images of any size
     "smolvlm_vision": _Block(attention=4),
     "siglip2_vision_model": _Block(attention=4),
+    "minicpmv4_6_vision": _Block(attention=4),
     "ovis2_vision": _Block(attention=4, inner=4, single=2),
 }
 """Towers that differ from Qwen3-VL's."""
@@ -107,6 +121,8 @@ class VisionTower:
     """Pixels along a side of a tile, of which an image of any size has several; 0: it has none."""
     visual_vocab_size: int = 0
     """Rows of the visual embedding table, of which a feature is a mixture; 0: there is none."""
+    merges_after: int = 0
+    """Layers before the tower merges two by two patches into one, after attention among these; 0: it does not."""
     score_heads: int = 0
     """Attention heads whose scores are in memory; 0: there are none."""
     score_keys: tuple[float, ...] = ()
@@ -148,6 +164,7 @@ class VisionTower:
             temporal=sizes.get("temporal_patch_size", 1),
             tile=tile,
             visual_vocab_size=sizes["vocab_size"] if form == "marked_tiles" else 0,
+            merges_after=_merges_after(config, sizes) if form == "loose_patches" else 0,
             score_heads=sizes["num_attention_heads"] if keeps_scores else 0,
             score_keys=_score_keys(sizes) if keeps_scores else (),
         )
@@ -191,6 +208,8 @@ def _image_layout(config: McaModelConfig, vision: Values, sizes: Values) -> Imag
     assert family is not None, "a tower belongs to a family with images"
     if family.image_tokens == "thumbnail_tiles":
         return "shapes", None, vision.get("downsample_factor", 2)
+    if family.image_tokens == "numbered_slices" and family.tokens_of_size is not None:
+        return "loose_patches", None, isqrt(WHOLE**2 // family.tokens_of_size(config, WHOLE, WHOLE))
     if family.image_tokens == "joined_tiles":
         return "joined_tiles", None, 1
     side = _square_side(sizes["image_size"])
@@ -205,6 +224,13 @@ def _image_layout(config: McaModelConfig, vision: Values, sizes: Values) -> Imag
         side,
         max(side // _square_side(sizes["patch_size"]) // isqrt(tokens), 1),
     )
+
+
+def _merges_after(config: McaModelConfig, sizes: Values) -> int:
+    """Return the layers of a tower of MiniCPM-V before it merges windows; 0: it does not."""
+    family = get_family(config.model_type).vision
+    merges = family is not None and not family.unused(config)
+    return int(sizes["insert_layer_id"]) + 1 if merges else 0
 
 
 def _score_keys(sizes: Values) -> tuple[float, ...]:
@@ -296,14 +322,18 @@ class Images:
     def flops(self, sequences: int) -> float:
         """Return the forward FLOPs for ``sequences``: GEMMs, attention within images, and projectors."""
         tower, patches = self.tower, sequences * self.patches
-        merged = tower.hidden * tower.merge**2
+        merged = tower.hidden * tower.merge**2 / self._fewer
         factors = 3 if _BLOCKS.get(tower.kind, _Block()).inner == _GATED.inner else 2
         layer: float = 4 * tower.hidden**2 + factors * tower.hidden * tower.inner
         keys = sum(tower.score_keys) / tower.depth if tower.score_keys else self._attended
-        layer += 2 * tower.hidden * keys  # scores and their products with values
-        projected = 1.0 * tower.projectors * (merged + tower.features) * tower.hidden
+        scores = 2 * tower.hidden * keys  # and their products with values
+        before = tower.merges_after or tower.depth
+        layers = before * (layer + scores) + (tower.depth - before) * (layer + scores / 4) / 4
+        if tower.merges_after:
+            layers += 4 * tower.hidden**2 + 5 * tower.hidden * tower.inner
+        projected = 1.0 * tower.projectors * (merged + tower.features) * tower.hidden / self._fewer
         projected += tower.visual_vocab_size * (tower.hidden + tower.features / tower.merge**2)
-        return 2.0 * patches * (tower.depth * layer + tower.values * tower.hidden + projected)
+        return 2.0 * patches * (layers + tower.values * tower.hidden + projected)
 
     def __str__(self) -> str:
         trained = "trained" if "vision" in self.trained else "frozen"
@@ -321,10 +351,12 @@ class Images:
     def lines(self, sizes: Sizes) -> list[SavedTensor]:
         """Return the tensors that a micro-batch's images save for the backward pass."""
         tower, patches = self.tower, float(sizes.sequences * self.patches)
-        merged = patches * tower.hidden * sizes.width
+        merged = patches / self._fewer * tower.hidden * sizes.width
         found = []
         if "vision" in self.trained:
-            kept = tower.depth * self._block(sizes)
+            kept = self._layers * self._block(sizes)
+            if tower.merges_after:
+                kept += self._merger(sizes)
             scores = patches * tower.score_heads * sum(tower.score_keys)
             kept += scores * (SINGLE + sizes.width)  # softmax in fp32, and cast
             if tower.form == "sizes":  # mask of the patches of each image
@@ -347,6 +379,22 @@ class Images:
         block = _BLOCKS.get(tower.kind, _Block())
         norms = (4 * width + block.single * SINGLE) * tower.hidden
         return patches * (block.attention * tower.hidden * width + norms + block.inner * tower.inner * width)
+
+    @property
+    def _fewer(self) -> int:
+        """Patches for one that the projector gets."""
+        return 4 if self.tower.merges_after else 1
+
+    @property
+    def _layers(self) -> float:
+        """Layers that all patches go through, with those behind a merger counted as quarters."""
+        before = self.tower.merges_after or self.tower.depth
+        return before + (self.tower.depth - before) / 4
+
+    def _merger(self, sizes: Sizes) -> float:
+        """Return the bytes that attention within windows and the MLP over each of these save."""
+        tower, patches, width = self.tower, float(sizes.sequences * self.patches), sizes.width
+        return patches * width * (10 * tower.hidden + 2 * tower.inner)
 
     def running(self, sizes: Sizes) -> float:
         """Return the peak bytes of the tower's forward pass if it saves nothing."""

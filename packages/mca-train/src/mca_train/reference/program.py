@@ -154,11 +154,12 @@ def _reference() -> dict[str, Command]:
         examples=("completion bash > ~/.local/share/bash-completion/completions/mca-train",),
     )
     client = Command(
-        usage="mcore_adapter",
-        summary="prints the directory that makes mca importable as mcore_adapter",
-        text="Prints a directory for PYTHONPATH. With that of mcore_adapter, LLaMA-Factory (USE_MCA=1) trains on mca.",
+        usage="mcore_adapter|roll",
+        summary="prints the directory with which LLaMA-Factory or ROLL trains on mca",
+        text="Prints a directory for PYTHONPATH, in which mca has the name mcore_adapter. With that of mcore_adapter "
+        "LLaMA-Factory (USE_MCA=1) trains on mca, with that of roll ROLL.",
         flags=_operands,
-        examples=("client mcore_adapter",),
+        examples=("client mcore_adapter", "client roll"),
     )
     return {"schema": schema, "completion": completion, "client": client}
 

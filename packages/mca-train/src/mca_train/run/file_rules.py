@@ -8,8 +8,7 @@ from pathlib import Path
 
 from mca_config.errors import McaError, raised_problems
 from mca_models.checkpoint.side_files import side_files
-from mca_train.checkpoint.output_dir import require_free, require_usable
-from mca_train.checkpoint.output_files import resolve
+from mca_train.checkpoint.output_files import require_free, require_usable, resolve
 from mca_train.config.run_config import Settings
 from mca_train.data.files import check_file
 from mca_train.data.sources import parse_sources

@@ -57,7 +57,9 @@ def evaluation(task: Task, settings: Settings) -> Iterator[str]:
             yield f"{setting}, but eval_file is not set; set it or remove {setting.split()[0]}"
         if data.max_eval_samples is not None:
             yield "max_eval_samples is set, but eval_file is not; set it or remove max_eval_samples"
-    if training.load_best_model_at_end and training.eval_strategy == "no":
+    if training.save_strategy == "best" and training.eval_strategy == "no":
+        yield "save_strategy is best, but eval_strategy is no, so no checkpoint is the best; set eval_strategy"
+    elif training.load_best_model_at_end and training.eval_strategy == "no":
         yield (
             "load_best_model_at_end is true, but eval_strategy is no, so there is no best model; set it "
             "or remove the key"

@@ -26,7 +26,7 @@ from mca_train.config.early_rules import schedule_value_problems
 from mca_train.config.model import adapter_problems, model_config, resolve_layout, trained_model
 from mca_train.config.model_parts import early_part_problems, trained_parts
 from mca_train.config.renamed_options import RENAMED
-from mca_train.config.run_config import Settings, has_hub_ids
+from mca_train.config.run_config import Settings, has_hub_ids, with_directories
 from mca_train.plan.hardware import load_hardware
 from mca_train.plan.options import PlanOptions
 from mca_train.run.early_columns import column_problems
@@ -208,11 +208,12 @@ def check_run(task: Task, values: Values, where: str, *, launched: bool = False)
     """
     settings = make_settings(task, values, where, early=True)
     problems = _key_problems(task, settings)
-    is_local = not has_hub_ids(values)
     ranks = int(os.environ["WORLD_SIZE"]) if launched else None
-    skipped = [*([] if is_local else [directories]), *([start] if launched else [])]
-    if is_local:
-        problems += _layout_problems(task, settings, ranks=ranks)
+    skipped = [*([directories] if has_hub_ids(values) else []), *([start] if launched else [])]
+    try:
+        problems += _layout_problems(task, _with_configurations(task, settings), ranks=ranks)
+    except UsageError as error:  # of the Hub
+        problems += list_problems(error)
     problems += [problem for rule in FILE_RULES if rule not in skipped for problem in rule(task, settings)]
     problems += column_problems(task, settings.data)
     _raise(problems, where)
@@ -222,15 +223,14 @@ def plan_problems(task: Task | None, values: Values, where: str, options: PlanOp
     """Return the problems of a plan, which may name data that this machine does not have.
 
     Raises:
-        UsageError: Keys or values are wrong, or the device is unknown.
+        UsageError: Keys or values are wrong, the device is unknown, or the Hub does not give the configuration.
     """
     if options.device is not None:
         load_hardware(options.device, options.hardware)
     task, flags = task or infer_task(values), [flag.name for flag in fields(options)]
     settings = make_settings(task, {"output_dir": "plan", **values}, where, flags, early=True)
     problems = _key_problems(task, settings)
-    if not has_hub_ids(values):
-        problems += _layout_problems(task, settings, options)
+    problems += _layout_problems(task, _with_configurations(task, settings), options)
     return list(dict.fromkeys(map(redacted, problems)))
 
 
@@ -263,6 +263,18 @@ def _data_problems(task: Task, values: Values, where: str) -> Iterator[str]:
     settings = make_settings(task, values, where, early=True)
     yield from data_files(task, settings)
     yield from column_problems(task, settings.data)
+
+
+def _with_configurations(task: Task, settings: Settings) -> Settings:
+    """Return ``settings`` with local directories for models of the Hub, of which the configurations are downloaded.
+
+    Raises:
+        UsageError: The Hub has no such model, denies access, or cannot be reached.
+    """
+    if not has_hub_ids(settings.values):
+        return settings
+    values = with_directories(settings.values, only="config")
+    return make_settings(task, values, settings.where, early=True)
 
 
 def _layout_problems(

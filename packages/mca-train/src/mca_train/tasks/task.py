@@ -268,11 +268,15 @@ class AnswerTask(Task):
 
     def samples(self, rows: "datasets.Dataset", context: RowContext) -> "TokenDataset | PairDataset":
         """Return the tokenized samples, as `Task.samples`."""
+        from mca_train.data.formats import media_columns
         from mca_train.data.image_rows import without_decoding
         from mca_train.data.preferences import PairDataset
         from mca_train.data.samples import answer_sequences
 
-        answers = self._answer_rows(rows.column_names, context)
+        names = rows.column_names
+        if {*names}.isdisjoint(media_columns(None, context.data)):
+            context = context.without_text_reader()
+        answers = self._answer_rows(names, context)
         if answers.images is not None:
             rows = without_decoding(rows)
         sequences = answer_sequences(rows, answers, context.data.preprocessing_num_workers)

@@ -23,7 +23,7 @@ from mca_models.megatron.peft import PeftModels
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.batching.packing import sequence_lengths
 from mca_train.batching.step_stream import is_stream
-from mca_train.checkpoint.output_dir import require_free, require_usable
+from mca_train.checkpoint.output_files import require_free, require_usable
 from mca_train.checkpoint.reference_log_probs import ReferenceLogProbs
 from mca_train.data.token_dataset import VALUES, Samples, describe_order
 from mca_train.losses.options import PAIR_METRICS
@@ -196,7 +196,7 @@ class DpoTrainer(McaTrainer):
         if reference is None or not self._precomputes:
             return
         require_usable(output_dir, [self.model.source])
-        with self._saver.locked():
+        with self._output.locked():
             name = reference.name()
 
             def precomputed(dataset: SampleSource, part: str) -> Samples | None:
@@ -225,7 +225,7 @@ class DpoTrainer(McaTrainer):
         output_dir = Path(self.args.output_dir)
         file = ReferenceLogProbs(output_dir, part, dataset, name)
         saved = run_on_first_rank_unwrapped(file.read)
-        if saved is None and not self._saver.has_claimed:  # an evaluation without training
+        if saved is None and not self._output.has_claimed:  # an evaluation without training
             require_free(output_dir, None, overwrite=self.args.overwrite_output_dir)
         known = np.full((len(dataset), 2), np.nan) if saved is None else saved
         missing = np.flatnonzero(np.isnan(known).any(1))

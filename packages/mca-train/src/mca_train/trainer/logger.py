@@ -196,15 +196,13 @@ class Logger:
         meters = {name: meter.state() for name, meter in self._meters().items()}
         progress = self._progress
         return LoopState(
-            totals=progress.totals, due=progress.pending, meters=meters, run_kind=self._hooks.run_kind
+            totals=progress.totals, pending=progress.pending, meters=meters, run_kind=self._hooks.run_kind
         )
 
     def restore(self, state: LoopState) -> None:
         """Continue from the loop state of a checkpoint, or from an empty one."""
         self._progress.samples = 0
         self._progress.totals = state.totals
-        if _METRICS_KEY in state.meters:  # written by mca 0.1.0, or without columns
-            self.metrics.restore(state.meters[_METRICS_KEY])
         for name, meter in self._meters().items():
             if name in state.meters:
                 meter.restore(state.meters[name])

@@ -30,6 +30,7 @@ from mca_train.trainer.hf_shims import is_early_stopped, name_missing_metric
 from mca_train.trainer.logger import Logger
 from mca_train.trainer.model_runner import ModelRunner
 from mca_train.trainer.monitor import Watch, save_and_stop
+from mca_train.trainer.output_dir import OutputDir
 from mca_train.trainer.saver import Saver
 from mca_train.trainer.step_loaders import StepLoaders, log_plan
 
@@ -51,6 +52,7 @@ class Loop:
         log: Logger.
         evaluator: Evaluates the model.
         saver: Saves checkpoints.
+        output: Directory of the checkpoints.
         watch: Monitor of the run.
         progress: Progress of the run.
     """
@@ -66,12 +68,13 @@ class Loop:
         log: Logger,
         evaluator: Evaluator,
         saver: Saver,
+        output: OutputDir,
         watch: Watch,
         progress: Progress,
     ) -> None:
         self._hf, self._hooks, self._model, self._runner = hf, hooks, model, runner
         self._data, self._logger, self._evaluator, self._saver = data, log, evaluator, saver
-        self._watch, self._progress = watch, progress
+        self._output, self._watch, self._progress = output, watch, progress
 
     def run(self, checkpoint: Path | None) -> TrainOutput:
         """Train from the start, or from ``checkpoint``, to the end of the run."""
@@ -85,7 +88,7 @@ class Loop:
         length = RunLength.from_arguments(hf.args, sampler, progress.position, hf.state.global_step)
         training = self._prepare(length, checkpoint)
         log_plan(hf.args, hf.ranks, length, sampler.shape.global_size, hf.state.global_step)
-        self._saver.remove_leftovers(checkpoint)
+        self._output.remove_leftovers(checkpoint)
         first_step, start_time = hf.state.global_step, time.time()
         progress.started_at_step = first_step
         hf.fire("on_train_begin")
@@ -98,8 +101,8 @@ class Loop:
         self._logger.restore(loop_state)
         first_epoch = progress.position.epoch
         if checkpoint is not None:
-            epoch_ended = progress.position.ended or not sampler.steps_after(progress.position.samples)
-            self._catch_up(loop_state.due, over=epoch_ended or first_step >= length.max_steps)
+            epoch_ended = progress.position.epoch_ended or not sampler.steps_after(progress.position.samples)
+            self._catch_up(loop_state.pending, over=epoch_ended or first_step >= length.max_steps)
             first_epoch += epoch_ended
         for epoch in range(first_epoch, length.num_epochs):
             if hf.control.should_training_stop or hf.state.global_step >= length.max_steps:
@@ -122,9 +125,9 @@ class Loop:
         if checkpoint is not None:
             with naming_read_errors(checkpoint):
                 training.load(checkpoint, saved_weights(self._model, checkpoint))
-            rate.move(length.schedule_done - progress.position.schedule)
+            rate.move(length.schedule_done - progress.position.schedule_steps)
         rate.write_decay(engine.optimizer.param_groups)
-        progress.position = replace(progress.position, schedule=length.schedule_done)
+        progress.position = replace(progress.position, schedule_steps=length.schedule_done)
         hf.set_optimizer(engine.optimizer, rate.scheduler)
         return training
 

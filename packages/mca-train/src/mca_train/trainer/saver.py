@@ -1,44 +1,32 @@
-"""`Saver` writes the model, and checkpoints to resume from, into an ``output_dir`` that belongs to one run.
+"""`Saver` writes the model, and checkpoints to resume from.
 
-``checkpoint`` writes the files; `loop` decides when.
+``checkpoint`` writes the files, `loop` decides when, and `output_dir` which old ones are kept.
 """
 
-import contextlib
 import copy
-import logging
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from transformers import TrainerState
 
-from mca_models.megatron.distributed.collectives import run_on_first_rank, run_on_first_rank_unwrapped
+from mca_models.megatron.distributed.collectives import run_on_first_rank
 from mca_train.checkpoint import directory, output_files
 from mca_train.checkpoint.integrity import ARGUMENTS_FILE, Checksums
 from mca_train.checkpoint.loop_state import LoopState
 from mca_train.checkpoint.model import ModelWriter
-from mca_train.checkpoint.output_dir import (
-    checkpoints_except,
-    remove_other_run,
-    require_free,
-    set_aside_newer,
-    set_aside_same_step,
-)
-from mca_train.checkpoint.output_lock import OutputLock
 from mca_train.checkpoint.training_state import TrainingState
-from mca_train.checkpoint.writer import CheckpointWriter, WriteStage, name_errors, remove_unfinished
+from mca_train.checkpoint.writer import CheckpointWriter, WriteStage, name_errors
 from mca_train.engine.finite import require_finite_weights
 from mca_train.trainer.base import HfTrainer, Progress
 from mca_train.trainer.hf_shims import reset_patience, restore_counters
 from mca_train.trainer.logger import Logger
 from mca_train.trainer.model_runner import ModelRunner
 from mca_train.trainer.monitor import Watch
+from mca_train.trainer.output_dir import OutputDir
 
 if TYPE_CHECKING:
     from mca_models import VirtualModels
-
-logger = logging.getLogger(__name__)
 
 
 class Saver:
@@ -50,6 +38,7 @@ class Saver:
         runner: Runs the model.
         log: Logger, whose sums checkpoints hold.
         watch: Monitor of the run.
+        output: Directory of the checkpoints.
         checkpoints: Writes the checkpoints.
         progress: Progress of the run.
     """
@@ -61,73 +50,13 @@ class Saver:
         runner: ModelRunner,
         log: Logger,
         watch: Watch,
+        output: OutputDir,
         checkpoints: CheckpointWriter,
         progress: Progress,
     ) -> None:
         self._hf, self._model, self._runner = hf, model, runner
         self._logger, self._watch, self._progress = log, watch, progress
-        self.checkpoints = checkpoints
-        self.lock: OutputLock | None = None
-        """Lock of ``output_dir`` if the caller has taken it; else `locked` takes it."""
-        self._claimed: Path | None = None
-        self._replaces = False
-        """True if this run started over: its first complete checkpoint replaces those in ``output_dir``."""
-
-    @property
-    def _output_dir(self) -> Path:
-        return Path(self._hf.args.output_dir)
-
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Hold the lock of ``output_dir`` within the block."""
-        if self.lock is not None:
-            yield
-            return
-        lock = OutputLock(self._output_dir)
-        run_on_first_rank_unwrapped(lock.take)
-        self.lock = lock
-        try:
-            yield
-        finally:
-            self.lock = None
-            lock.release()
-
-    @property
-    def has_claimed(self) -> bool:
-        """Return True if all checkpoints in ``output_dir`` belong to this trainer's runs."""
-        return self._claimed == self._output_dir.resolve()
-
-    def claim(self, checkpoint: Path | None, run_kind: str) -> None:
-        """Reserve ``output_dir`` for the checkpoints of this run, or of this trainer's earlier ones.
-
-        Args:
-            checkpoint: Checkpoint to resume from, of the same kind of run.
-            run_kind: Kind of this run.
-        """
-        args, output_dir = self._hf.args, self._output_dir
-        if checkpoint is not None:
-            directory.require_kind(checkpoint, run_kind)
-        again = checkpoint is None and self.has_claimed
-        replaces_first = again and not self._replaces and args.save_strategy != "no"
-        if replaces_first and self._hf.ranks.is_first and checkpoints_except(output_dir, []):
-            logger.warning(
-                "train() again: the first checkpoint of this round replaces those in %s; set another output_dir "
-                "to keep them",
-                output_dir,
-            )
-        self._replaces = again
-        if not again:
-            require_free(output_dir, checkpoint, overwrite=args.overwrite_output_dir)
-        self._claimed = output_dir.resolve()
-        self.checkpoints.written.clear()
-
-    def remove_leftovers(self, checkpoint: Path | None) -> None:
-        """Delete what killed runs left in ``output_dir``, and another run's files with ``overwrite_output_dir``."""
-        if not self._hf.ranks.is_first:
-            return
-        remove_unfinished(self._output_dir, output_files.PREFIX)
-        if self._hf.args.overwrite_output_dir and not self._replaces:
-            remove_other_run(self._output_dir, checkpoint, self._hf.state.global_step)
+        self._output, self.checkpoints = output, checkpoints
 
     def save_model(self, folder: Path) -> None:
         """Write the model as an MCA checkpoint into ``folder``, with the tokenizer; all ranks take part."""
@@ -147,19 +76,13 @@ class Saver:
     def save_checkpoint(self) -> None:
         """Write a checkpoint of this step; with ``async_save`` it is complete some steps later."""
         current = self._hf.state
-        target = self._output_dir / f"{output_files.PREFIX}-{current.global_step}"
         with self._runner.pipeline.params_gathered():
             require_finite_weights(current.global_step, self._model.trained_parameters())
+        target = self._output.checkpoint_path(current.global_step)
         if current.best_global_step == current.global_step:
             current.best_model_checkpoint = str(target)
         self.checkpoints.finish()
-        if not self._replaces:
-            with name_errors(target):
-                run_on_first_rank_unwrapped(
-                    lambda: set_aside_same_step(
-                        target, self._progress.started_at_step, self.checkpoints.written
-                    )
-                )
+        self._output.set_aside_same_step(target)
         state = copy.copy(current) if self._hf.args.async_save else current
         self.checkpoints.write(target, self._begin_checkpoint, lambda: self._after_checkpoint(state))
 
@@ -186,24 +109,10 @@ class Saver:
 
     def _after_checkpoint(self, state: TrainerState) -> None:
         """Delete old checkpoints and call the callbacks; ``state`` is that of the checkpoint's step."""
-        with name_errors(self._output_dir):
-            run_on_first_rank_unwrapped(lambda: self._make_room(state.best_model_checkpoint))
+        self._output.delete_old_checkpoints(state.best_model_checkpoint)
         another = self._hf.control.should_save
         self._hf.fire("on_save", state=state)
         self._hf.control.should_save = another
-
-    def _make_room(self, best: str | None) -> None:
-        output_dir, limit = self._output_dir, self._hf.args.save_total_limit
-        written = self.checkpoints.written
-        if self._replaces:
-            for path in checkpoints_except(output_dir, written):
-                logger.info("deleting %s (of an earlier round of training)", path)
-                self.checkpoints.delete(path)
-        else:
-            set_aside_newer(output_dir, self._progress.started_at_step, written)
-        for path in directory.checkpoints_to_delete(output_dir, limit, best):
-            logger.info("deleting %s (save_total_limit %d)", path, limit)
-            self.checkpoints.delete(path)
 
     def load_state(self, checkpoint: Path | None) -> LoopState:
         """Set a new `TrainerState`, or that of the checkpoint, and return the loop state."""
@@ -218,7 +127,7 @@ class Saver:
             hf._load_callback_state()
             if directory.reset_best_metric(hf.state, checkpoint, hf.args):
                 reset_patience(callbacks)
-            loop_state = directory.load_loop_state(checkpoint, hf.state.global_step)
+            loop_state = directory.load_loop_state(checkpoint)
         hf.state.train_batch_size = hf.args.per_device_train_batch_size
         hf.state.is_world_process_zero = hf.is_world_process_zero()
         hf.state.is_local_process_zero = hf.is_local_process_zero()
@@ -226,8 +135,7 @@ class Saver:
         return loop_state
 
     def _write_state(self, folder: Path) -> None:
-        if self.lock is not None:
-            self.lock.verify()
+        self._output.verify_lock()
         state = self._hf.state
         state.stateful_callbacks = self._hf.callback_states()
         state.save_to_json(str(folder / output_files.STATE_FILE))
@@ -235,11 +143,11 @@ class Saver:
 
     def training_state(self) -> TrainingState:
         """Return what a checkpoint holds of optimizer, schedule, random states and position."""
-        training, place = self._runner.training, self._progress.position
+        training, position = self._runner.training, self._progress.position
         control, state = self._hf.control, self._hf.state
         # a callback that sets both flags ends a run that may resume there
         early = state.global_step < state.max_steps
         paused = control.should_training_stop and early and not self._watch.stopped
-        ended = place.ended or (control.should_epoch_stop and not paused)
-        place = replace(place, ended=bool(ended))
-        return TrainingState(training.engine, training.rate, self._hf.ranks, place)
+        ended = position.epoch_ended or (control.should_epoch_stop and not paused)
+        position = replace(position, epoch_ended=bool(ended))
+        return TrainingState(training.engine, training.rate, self._hf.ranks, position)

@@ -26,7 +26,7 @@ from mca_train.batching.loaders import Loaders
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.batching.routed_experts import ExpertBatching
 from mca_train.checkpoint import directory
-from mca_train.checkpoint.output_dir import require_usable
+from mca_train.checkpoint.output_files import require_usable
 from mca_train.checkpoint.output_lock import OutputLock
 from mca_train.checkpoint.writer import CheckpointWriter
 from mca_train.data.token_dataset import Samples
@@ -43,6 +43,7 @@ from mca_train.trainer.logger import Logger
 from mca_train.trainer.loop import Loop
 from mca_train.trainer.model_runner import ModelRunner
 from mca_train.trainer.monitor import Watch
+from mca_train.trainer.output_dir import OutputDir
 from mca_train.trainer.rules import (
     RULES,
     Rule,
@@ -192,7 +193,10 @@ class McaTrainer(HfTrainer):
         self._logger = Logger(self, self, model, watch, checkpoints, progress, is_token_loss=is_token_loss)
         self._runner = ModelRunner(model, self.args, self, self._loss)
         self._evaluator = Evaluator(self, self, self._runner, self._data, self._logger, watch)
-        self._saver = Saver(self, model, self._runner, self._logger, watch, checkpoints, progress)
+        self._output = OutputDir(self, checkpoints, progress)
+        self._saver = Saver(
+            self, model, self._runner, self._logger, watch, self._output, checkpoints, progress
+        )
         self._loop = Loop(
             self,
             self,
@@ -202,6 +206,7 @@ class McaTrainer(HfTrainer):
             log=self._logger,
             evaluator=self._evaluator,
             saver=self._saver,
+            output=self._output,
             watch=watch,
             progress=progress,
         )
@@ -228,11 +233,11 @@ class McaTrainer(HfTrainer):
     @property
     def output_lock(self) -> OutputLock | None:
         """Return the lock of ``output_dir`` if the caller has set it; else `train` takes it."""
-        return self._saver.lock
+        return self._output.lock
 
     @output_lock.setter
     def output_lock(self, lock: OutputLock | None) -> None:
-        self._saver.lock = lock
+        self._output.lock = lock
 
     def new_engine(self) -> Engine:
         """Return a new engine, or that of an earlier `train`."""
@@ -289,10 +294,12 @@ class McaTrainer(HfTrainer):
         require_usable(output_dir, [self.model.source])
         self.is_in_train = True
         try:
-            with self._saver.locked():
+            with self._output.locked():
                 with naming_read_errors(output_dir):
                     checkpoint = directory.find(resume_from_checkpoint, output_dir, self.ranks)
-                    self._saver.claim(checkpoint, self.run_kind)
+                    if checkpoint is not None:
+                        directory.require_kind(checkpoint, self.run_kind)
+                    self._output.claim(checkpoint)
                 with self.watch.hang_detector, self.watch.signal:
                     self.before_training()
                     return TrainOutput(0, 0.0, {}) if self.watch.stopped else self._loop.run(checkpoint)

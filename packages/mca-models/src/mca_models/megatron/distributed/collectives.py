@@ -14,7 +14,7 @@ from typing import TypeVar, cast
 import torch.distributed
 
 from mca_config.errors import DiskFull, McaError, RankFailed
-from mca_models.storage.atomic import PartialDirectory, error_at_destination
+from mca_models.storage.atomic import AtomicDirectory, error_at_destination
 
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -173,12 +173,12 @@ class SharedDirectory:
     """
 
     def __init__(self, destination: Path, *, overwrite: bool = False) -> None:
-        self._owned: PartialDirectory | None = None
+        self._owned: AtomicDirectory | None = None
         self._destination = destination
         self._open = True
 
         def make() -> str:
-            self._owned = PartialDirectory(destination, overwrite=overwrite)
+            self._owned = AtomicDirectory(destination, overwrite=overwrite)
             return str(self._owned.path)
 
         self.path = Path(run_on_first_rank_unwrapped(make))

@@ -7,15 +7,10 @@ from collections.abc import Iterator
 
 from mca_config.arguments import transformer_engine_problems
 from mca_config.errors import raise_problems
-from mca_config.layout import ParallelLayout
-from mca_config.model_config import McaModelConfig
 from mca_config.pipeline import pipeline_plan
 from mca_config.printable import counted
-from mca_config.types import Values
 from mca_models.megatron.factory.execution import waits_for_sends
 from mca_models.megatron.features.feature import FIXED_IN_0_17, Setup, Version
-from mca_models.megatron.features.features import active_features
-from mca_models.megatron.features.spec import has_custom_core_attention, has_custom_router
 
 _ENGINE_WITH_STRIDES: Version = (2, 11)
 """First version of Transformer Engine whose cross entropy accepts non-contiguous gradients."""
@@ -24,55 +19,22 @@ _PACKS_SINCE: dict[str, Version] = {"all_gather": (2, 18), "a2a": (2, 10)}
 """First versions of Transformer Engine whose context-parallel attention takes packed rows, from its sources."""
 
 
-def require_supported(
-    config: McaModelConfig,
-    layout: ParallelLayout,
-    settings: Values,
-    *,
-    device: str,
-    version: Version,
-    implementation: str,
-    engine: Version | None,
-    packed: bool = False,
-) -> None:
-    """Raise one error with everything that cannot run.
-
-    Args:
-        config: The model.
-        layout: The parallel sizes.
-        settings: Arguments of Megatron's ``TransformerConfig``.
-        device: ``cpu`` or ``cuda``.
-        version: Version of megatron-core.
-        implementation: ``local`` or ``transformer_engine``.
-        engine: Version of Transformer Engine; None: not installed.
-        packed: Whether rows have several sequences.
-    """
-    custom = has_custom_core_attention(config)
-    setup = Setup(
-        config=config,
-        layout=layout,
-        settings=settings,
-        device=device,
-        version=version,
-        implementation=implementation,
-        engine=engine,
-        custom_attention=custom,
-        mca_attention=custom or _is_local(settings, implementation),
-        custom_router=has_custom_router(config),
-    )
+def require_supported(setup: Setup) -> None:
+    """Raise one error with everything in ``setup`` that cannot run."""
     problems = [
-        *_pipeline(layout, settings),
-        *_sends(layout, settings, device, version),
-        *_recomputation(config, layout, settings, version),
-        *_machine(settings, device, implementation),
-        *(problem for feature in active_features(config) for problem in feature.problems(setup)),
-        *(packed_problems(config, layout, settings, implementation, engine) if packed else ()),
-        *(_cross_entropy(settings, engine) if settings.get("cross_entropy_fusion_impl") == "te" else ()),
+        *_pipeline(setup),
+        *_sends(setup),
+        *_recomputation(setup),
+        *_machine(setup),
+        *(problem for feature in setup.features for problem in feature.problems(setup)),
+        *packed_problems(setup),
+        *_cross_entropy(setup),
     ]
-    raise_problems(list(dict.fromkeys(problems)), f"{config.model_type} at {layout}")
+    raise_problems(list(dict.fromkeys(problems)), f"{setup.config.model_type} at {setup.layout}")
 
 
-def _pipeline(layout: ParallelLayout, settings: Values) -> Iterator[str]:
+def _pipeline(setup: Setup) -> Iterator[str]:
+    layout, settings = setup.layout, setup.settings
     overlaps, batched = settings.get("overlap_p2p_comm"), settings.get("batch_p2p_comm")
     if layout.pp > 1 and layout.vpp == 1 and overlaps:
         yield (
@@ -86,24 +48,22 @@ def _pipeline(layout: ParallelLayout, settings: Values) -> Iterator[str]:
         )
 
 
-def _sends(layout: ParallelLayout, settings: Values, device: str, version: Version) -> Iterator[str]:
-    if not settings.get("deallocate_pipeline_outputs"):
+def _sends(setup: Setup) -> Iterator[str]:
+    if not setup.settings.get("deallocate_pipeline_outputs"):
         return
-    if device == "cpu":
+    if setup.device == "cpu":
         yield (
             "deallocate_pipeline_outputs frees what gloo still sends, which changes the numbers silently; remove it"
         )
-    elif not waits_for_sends(layout, version):
+    elif not waits_for_sends(setup.layout, setup.version):
         yield (
             "deallocate_pipeline_outputs frees what virtual stages still send before megatron-core 0.18, which changes "
             "the numbers silently; remove it"
         )
 
 
-def _recomputation(
-    config: McaModelConfig, layout: ParallelLayout, settings: Values, version: Version
-) -> Iterator[str]:
-    """Yield limits of activation recomputation."""
+def _recomputation(setup: Setup) -> Iterator[str]:
+    config, settings = setup.config, setup.settings
     count = settings.get("recompute_num_layers") or 1
     if settings.get("recompute_method") != "uniform" or count == 1:
         return
@@ -112,9 +72,10 @@ def _recomputation(
             f"megatron-core cannot recompute MTP layers {count} layers at a time; change recompute_num_layers "
             "to 1, or use recompute_method block"
         )
-    if version >= FIXED_IN_0_17:
+    if setup.version >= FIXED_IN_0_17:
         return
-    layers = [len(chunk.layers) for chunk in pipeline_plan(layout, config.num_layers, config.mtp_num_layers)]
+    plan = pipeline_plan(setup.layout, config.num_layers, config.mtp_num_layers)
+    layers = [len(chunk.layers) for chunk in plan]
     uneven = [number for number in layers if number % count]
     if uneven:
         yield (
@@ -123,8 +84,9 @@ def _recomputation(
         )
 
 
-def _machine(settings: Values, device: str, implementation: str) -> Iterator[str]:
-    if device != "cuda":
+def _machine(setup: Setup) -> Iterator[str]:
+    settings = setup.settings
+    if setup.device != "cuda":
         yield from (f"{name} needs CUDA; remove it" for name in _CUDA_ONLY if settings.get(name))
         if settings.get("moe_token_dispatcher_type") == "flex":
             yield "moe_token_dispatcher_type flex needs CUDA; use alltoall or allgather"
@@ -133,21 +95,14 @@ def _machine(settings: Values, device: str, implementation: str) -> Iterator[str
         yield "tp_comm_overlap needs buffers that mca does not create (Transformer Engine's initialize_ub); remove it"
     if settings.get("fp8_param"):
         yield "fp8_param is not supported: gradient buffers and optimizer do not support weights in fp8; remove it"
-    if implementation == "local":
+    if setup.implementation == "local":
         yield from transformer_engine_problems(settings)
 
 
-def packed_problems(
-    config: McaModelConfig,
-    layout: ParallelLayout,
-    settings: Values,
-    implementation: str,
-    engine: Version | None,
-) -> Iterator[str]:
-    """Yield why packed rows cannot be computed; arguments as in `require_supported`."""
-    kind = str(settings.get("cp_comm_type"))
-    local = _is_local(settings, implementation) or has_custom_core_attention(config)
-    if layout.cp == 1 or engine is None or local:
+def packed_problems(setup: Setup) -> Iterator[str]:
+    """Yield why packed rows cannot be computed."""
+    engine, kind = setup.engine, str(setup.settings.get("cp_comm_type"))
+    if not setup.packed or setup.layout.cp == 1 or engine is None or setup.mca_attention:
         return
     since = _PACKS_SINCE.get(kind, engine)
     if engine < since:
@@ -158,17 +113,14 @@ def packed_problems(
         )
 
 
-def _cross_entropy(settings: Values, engine: Version | None) -> Iterator[str]:
-    if settings.get("fp16"):
+def _cross_entropy(setup: Setup) -> Iterator[str]:
+    if setup.settings.get("cross_entropy_fusion_impl") != "te":
+        return
+    if setup.settings.get("fp16"):
         yield "cross_entropy_fusion_impl te takes logits in bf16 or fp32, not in fp16; set it to native"
+    engine = setup.engine
     if engine is not None and engine < _ENGINE_WITH_STRIDES:
         yield (
             f"cross_entropy_fusion_impl te of Transformer Engine {'.'.join(map(str, engine))} gives tokens the "
             "gradients of other tokens; install version 2.11 or later, or set it to native"
         )
-
-
-def _is_local(settings: Values, implementation: str) -> bool:
-    """Return whether layers or arguments choose mca's core attention."""
-    backend = settings.get("attention_backend")
-    return implementation == "local" or (backend is not None and getattr(backend, "name", backend) == "local")

@@ -24,6 +24,8 @@ from mca_models.megatron.factory.execution import (
     precision_settings,
 )
 from mca_models.megatron.factory.limits import require_supported
+from mca_models.megatron.features.feature import Setup
+from mca_models.megatron.features.features import active_features
 from mca_models.megatron.layers.rope import attention_factor
 from mca_models.megatron.names import Implementation
 from mca_models.megatron.types import MegatronConfig, Settings
@@ -107,14 +109,15 @@ def transformer_config(
     settings["transformer_impl"] = target.implementation
     settings["moe_grouped_gemm"] = grouped_experts(settings, target.implementation)
     require_supported(
-        config,
-        layout,
-        settings,
-        device=target.device,
-        version=platform.megatron_version(),
-        implementation=target.implementation,
-        engine=platform.engine_version(),
-        packed=isinstance(args, TrainingOptions) and args.sequence_packing,
+        Setup(
+            config=config,
+            features=active_features(config),
+            layout=layout,
+            settings=settings,
+            implementation=target.implementation,
+            device=target.device,
+            packed=isinstance(args, TrainingOptions) and args.sequence_packing,
+        )
     )
     if settings.get("fp8") and target.is_here:
         _require_fp8(settings.get("fp8_recipe") or "delayed")

@@ -1,6 +1,6 @@
 """Features: each changes Megatron's model where the configuration asks for it."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Literal
@@ -10,6 +10,7 @@ from torch import Tensor
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Values
+from mca_models.megatron import platform
 from mca_models.megatron.layers.attention import CoreAttention
 from mca_models.megatron.names import Implementation
 from mca_models.megatron.types import GptModel, MegatronConfig, Settings, Spec
@@ -74,27 +75,42 @@ class Setup:
 
     Args:
         config: The model.
+        features: Its features.
         layout: The parallel sizes.
         settings: Arguments of Megatron's ``TransformerConfig``.
+        implementation: Layer implementation.
         device: ``cpu`` or ``cuda``.
         version: Version of megatron-core.
-        implementation: ``local`` or ``transformer_engine``.
         engine: Version of Transformer Engine; None: not installed.
-        custom_attention: Whether no kernel computes the model's attention.
-        mca_attention: Whether mca's core attention computes attention.
-        custom_router: Whether the router differs from Megatron's.
+        packed: Whether rows have several sequences.
     """
 
     config: McaModelConfig
+    features: Sequence["Feature"]
     layout: ParallelLayout
     settings: Values
-    device: str
-    version: Version
-    implementation: str
-    engine: Version | None
-    custom_attention: bool
-    mca_attention: bool
-    custom_router: bool
+    implementation: Implementation
+    device: str = field(default_factory=lambda: platform.device_type())
+    version: Version = field(default_factory=lambda: platform.megatron_version())
+    engine: Version | None = field(default_factory=lambda: platform.engine_version())
+    packed: bool = False
+
+    @property
+    def custom_attention(self) -> bool:
+        """No kernel computes the model's attention."""
+        return any(feature.core_attention is not None for feature in self.features)
+
+    @property
+    def mca_attention(self) -> bool:
+        """Layers, arguments or the model choose mca's core attention."""
+        backend = self.settings.get("attention_backend")
+        chosen = backend is not None and getattr(backend, "name", backend) == "local"
+        return chosen or self.implementation == "local" or self.custom_attention
+
+    @property
+    def custom_router(self) -> bool:
+        """The router differs from Megatron's."""
+        return any(feature.router is not None for feature in self.features)
 
     def recomputes(self, module: str) -> bool:
         """Return whether ``module`` alone is recomputed."""

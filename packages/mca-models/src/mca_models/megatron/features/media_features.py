@@ -21,9 +21,9 @@ from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.media import tile_order
-from mca_models.megatron.features.audio_features import run_clips
 from mca_models.megatron.types import HfModel, Upstream
 from mca_models.templates import get_family
+from mca_models.templates.parts.vision_tower import AudioTower
 
 
 @dataclass(frozen=True)
@@ -157,6 +157,8 @@ def split_images(images: JsonObject, config: McaModelConfig) -> list[MediaItem]:
         ]
     family = get_family(config.model_type).vision
     assert family is not None, "a model with images has a vision model"
+    if (patches := images.get("target_sizes")) is not None:
+        return _split_patches(images, patches, config)
     if (sizes := images.get("image_sizes", images.get("spatial_shapes"))) is not None:
         return _split_sized(images, sizes, config)
     if (tiled := images.get("grids")) is not None:
@@ -173,6 +175,21 @@ def split_images(images: JsonObject, config: McaModelConfig) -> list[MediaItem]:
     assert family.tokens_per_image is not None, "images have grids, sizes or a fixed number"
     count = family.tokens_per_image(config)
     return [MediaItem({"pixel_values": part}, 1, count) for part in pixels.split(1)]
+
+
+def _split_patches(images: JsonObject, sizes: Tensor, config: McaModelConfig) -> list[MediaItem]:
+    family = get_family(config.model_type).vision
+    assert family is not None and family.tokens_of_size is not None, "the size of an image gives its features"
+    loads = sizes.prod(1).tolist()
+    parts = zip(images["pixel_values"].split(loads), sizes.split(1), loads, strict=True)
+    return [
+        MediaItem(
+            {"pixel_values": part, "target_sizes": size},
+            load,
+            family.tokens_of_size(config, *size[0].tolist()),
+        )
+        for part, size, load in parts
+    ]
 
 
 def _split_sized(images: JsonObject, sizes: Tensor, config: McaModelConfig) -> list[MediaItem]:
@@ -231,12 +248,25 @@ def _run_vision(vision: HfModel, images: JsonObject) -> Tensor:
         return _run_marked(vision, images)
     if "batch_num_images" in images:
         return _run_alone_and_together(vision, images)
+    if "target_sizes" in images:
+        images = {**images, "pixel_values": join_patches(images["pixel_values"])}
     output = vision.get_image_features(**images, return_dict=True)
     inner = getattr(output, "deepstack_features", None) or ()
     features = output.pooler_output
     if features is None:  # Llama 4 projects them in its own forward pass
         features = vision.multi_modal_projector(output.last_hidden_state)
     return torch.cat([_flatten(each) for each in (features, *inner)], 1)
+
+
+def join_patches(patches: Tensor) -> Tensor:
+    """Return patches ``[patches, channels, side, side]`` next to each other: ``[1, channels, side, all columns]``."""
+    return patches.permute(1, 2, 0, 3).flatten(2)[None]
+
+
+def split_patches(pixels: Tensor) -> Tensor:
+    """Return the inverse of `join_patches`, which image processors write."""
+    patches: Tensor = pixels[0].unflatten(2, (-1, pixels.shape[2]))
+    return patches.permute(2, 0, 1, 3)
 
 
 def _run_marked(vision: HfModel, images: JsonObject) -> Tensor:
@@ -345,3 +375,69 @@ class ZeroGradients(torch.autograd.Function):
     def backward(ctx: Upstream, gradient: Tensor) -> tuple[Tensor, ...]:
         """Pass ``gradient`` on, and return zeros for the parameters."""
         return gradient, *ctx.zeros
+
+
+def run_audio(model: HfModel, clips: JsonObject) -> Tensor:
+    """Return the features of all clips, one after the other: ``[rows, hidden]``.
+
+    Args:
+        model: Transformers' model without its text model.
+        clips: Arguments of the audio tower by name.
+    """
+    if not hasattr(model, "get_audio_features"):
+        return _run_masked(model, **clips)
+    output = model.get_audio_features(**clips, return_dict=True)
+    features = output.pooler_output if output.get("pooler_output") is not None else output.last_hidden_state
+    if (inside := output.get("attention_mask")) is not None:
+        kept: Tensor = features[inside]
+        return kept
+    flat: Tensor = features.flatten(0, -2)
+    return flat
+
+
+def run_clips(model: HfModel, clips: JsonObject, config: McaModelConfig, audio: AudioTower) -> Tensor:
+    """Return the features of all clips, with those of clips shorter than a chunk as if they were alone.
+
+    Args:
+        model: Transformers' model without its text model.
+        clips: Arguments of the audio tower by name.
+        config: Configuration of the model.
+        audio: Its audio tower.
+    """
+    if audio.chunk is None or audio.mask is None:
+        return run_audio(model, clips)
+    frames, chunk = clips[audio.mask].sum(1).tolist(), audio.chunk(config)
+    groups = [[number] for number, count in enumerate(frames) if count < chunk]
+    if full := [number for number, count in enumerate(frames) if count >= chunk]:
+        groups.append(full)
+    found: dict[int, Tensor] = {}
+    for group in groups:
+        made = run_audio(model, {name: each[group] for name, each in clips.items()})
+        rows = [audio.tokens(config, frames[number]) for number in group]
+        found |= zip(group, made.split(rows), strict=True)
+    return torch.cat([found[number] for number in range(len(frames))])
+
+
+def _run_masked(model: HfModel, input_features: Tensor, feature_attention_mask: Tensor) -> Tensor:
+    """Return what ``Qwen2AudioModel`` computes within its own forward pass.
+
+    Args:
+        model: The model.
+        input_features: Mel spectrograms, ``[clips, mels, frames]``.
+        feature_attention_mask: Frames of each clip, ``[clips, frames]``.
+    """
+    from transformers.masking_utils import create_bidirectional_mask
+
+    tower = model.audio_tower
+    inner, rows = tower._get_feat_extract_output_lengths(feature_attention_mask.sum(-1))
+    length = (input_features.shape[-1] - 2) // 2 + 1
+    inside = torch.arange(length, device=inner.device) < inner[:, None]
+    mask = create_bidirectional_mask(
+        config=tower.config,
+        inputs_embeds=input_features.new_zeros(*inside.shape, 1),
+        attention_mask=inside.long(),
+    )
+    features: Tensor = model.multi_modal_projector(
+        tower(input_features, attention_mask=mask).last_hidden_state
+    )
+    return features[torch.arange(features.shape[1], device=rows.device) < rows[:, None]]

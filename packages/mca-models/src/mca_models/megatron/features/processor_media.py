@@ -15,20 +15,21 @@ from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.media import ImageSpan, placeholders
-from mca_models.megatron.features.media_features import MediaItem, split_clips, split_images
+from mca_models.megatron.features.media_features import MediaItem, split_clips, split_images, split_patches
 from mca_models.megatron.features.sequence_media import SequenceMedia, join_tensors
 from mca_models.templates import get_family
 
 _IMAGES = (
     *("pixel_values", "image_grid_thw", "image_sizes", "image_position_ids", "grids"),
-    *("pixel_attention_mask", "spatial_shapes", "batch_num_images"),
+    *("pixel_attention_mask", "spatial_shapes", "batch_num_images", "target_sizes"),
 )
 _SECONDS = ("second_per_grid_ts", "video_second_per_grid")
 """Seconds from one frame of each video to the next, by processor."""
-_VIDEOS = ("pixel_values_videos", "video_grid_thw", "video_position_ids", *_SECONDS)
+_VIDEOS = ("pixel_values_videos", "video_grid_thw", "video_position_ids", "target_sizes_videos", *_SECONDS)
 _UNREAD = (
     *("input_ids", "attention_mask", "position_ids", "rope_deltas", "token_type_ids", "mm_token_type_ids"),
     *("num_patches", "num_crops", "aspect_ratios", "rows", "cols", "image_rows", "image_cols"),
+    *("grids_videos", "num_patches_per_image", "num_patches_per_frame"),
     *("num_soft_tokens_per_image", "num_soft_tokens_per_video", "num_frames_per_video"),
 )
 """Outputs that follow from the tokens and the other outputs."""
@@ -240,6 +241,8 @@ def _images(images: JsonObject, config: McaModelConfig) -> Iterator[_Item]:
                 "pixel_attention_mask marks padding in tiles; give each sequence the outputs for it alone"
             )
         images = {"pixel_values": pixels.flatten(0, 1)[:, None]}
+    if "target_sizes" in images:
+        images = {**images, "pixel_values": split_patches(pixels)}
     if family.tokens_together is not None:  # the processor's number is for the whole batch
         count = len(images["image_sizes"])
         images = {**images, "batch_num_images": torch.full((count,), count)}
@@ -278,6 +281,9 @@ def _videos(inputs: JsonObject, config: McaModelConfig) -> Iterator[_Item]:
             "pixel_values": pixels.flatten(0, -3),
             "image_position_ids": inputs["video_position_ids"].flatten(0, -3),
         }
+        yield from (_Item(frame.arguments, frame.rows) for frame in split_images(frames, config))
+    elif "target_sizes_videos" in inputs:
+        frames = {"pixel_values": split_patches(pixels), "target_sizes": inputs["target_sizes_videos"]}
         yield from (_Item(frame.arguments, frame.rows) for frame in split_images(frames, config))
     elif family.video_tokens == "pooled":
         for video in pixels.split(1):

@@ -51,11 +51,6 @@ def has_custom_core_attention(config: McaModelConfig) -> bool:
     return any(feature.core_attention is not None for feature in active_features(config))
 
 
-def has_custom_router(config: McaModelConfig) -> bool:
-    """Return whether the router differs from Megatron's."""
-    return any(feature.router is not None for feature in active_features(config))
-
-
 def _adapted_to_model(spec: Spec, context: Context) -> Spec:
     """Apply the changes that all layers share to ``spec`` of a block or of MTP layers."""
     features = active_features(context.config)

@@ -27,6 +27,8 @@ from mca_models.megatron import platform
 from mca_models.megatron.distributed import parallel
 from mca_models.megatron.distributed.collectives import run_on_all_ranks_unwrapped
 from mca_models.megatron.factory.limits import packed_problems
+from mca_models.megatron.features.feature import Setup
+from mca_models.megatron.features.features import active_features
 from mca_models.megatron.features.router_replay import (
     LIVE,
     checked_experts,
@@ -228,13 +230,16 @@ def _checksum(experts: Tensor | None) -> int:
 
 
 def _require_packs(models: LiveModel) -> None:
-    megatron, engine = models.megatron, platform.engine_version()
-    settings = {name: getattr(megatron, name) for name in ("cp_comm_type", "attention_backend")}
-    layout = models.rank_context.layout
-    raise_problems(
-        packed_problems(models.config, layout, settings, megatron.transformer_impl, engine),
-        "packed log_probs",
+    megatron = models.megatron
+    setup = Setup(
+        config=models.config,
+        features=active_features(models.config),
+        layout=models.rank_context.layout,
+        settings={name: getattr(megatron, name) for name in ("cp_comm_type", "attention_backend")},
+        implementation=megatron.transformer_impl,
+        packed=True,
     )
+    raise_problems(packed_problems(setup), "packed log_probs")
 
 
 class _Rows:

@@ -398,23 +398,21 @@ class PeftModels(VirtualModels):
         read = receive_adapter(Adapter(self.config, self.adapter, self.rules, lambda param: None), every)
         self.fill(lambda param, shape: read(param), saved=True)
 
-    def _requested_buckets(
-        self, request: WeightRequest, *, merged: bool, per_expert: bool
-    ) -> Iterator[WeightBucket]:
+    def _requested_buckets(self, request: WeightRequest) -> Iterator[WeightBucket]:
         """Return the adapter's buckets, as `save_pretrained_as_hf` writes it, or those of the merged model."""
-        if merged and per_expert:
+        if request.merged and request.per_expert:
             raise McaError(
                 "per_expert is a layout of the adapter, which merged=True merges; remove one of them"
             )
-        if merged:
+        if request.merged:
             return export_buckets(self, request, self._merged_piece())
         for name in ("fp8", "split_experts"):
             if getattr(request, name):
                 raise McaError(f"{name} is not supported for an adapter; remove {name}, or set merged")
-        return self._adapter_buckets(request, per_expert=per_expert)
+        return self._adapter_buckets(request)
 
-    def _sender_piece(self, *, merged: bool) -> Callable[[], Piece]:
-        if not merged:
+    def _sender_piece(self, request: WeightRequest) -> Callable[[], Piece]:
+        if not request.merged:
             raise McaError(
                 "weight_sender sends full models; set merged=True, or send the adapter with export_weights"
             )
@@ -433,16 +431,16 @@ class PeftModels(VirtualModels):
         live = dict(self.canonical_parameters())
         return live.get if self.merged else merged_piece(live, self._attached)
 
-    def _adapter_buckets(self, request: WeightRequest, *, per_expert: bool) -> Iterator[WeightBucket]:
+    def _adapter_buckets(self, request: WeightRequest) -> Iterator[WeightBucket]:
         """Yield buckets of the adapter, which each receiving rank gathers in full."""
-        if per_expert:
+        if request.per_expert:
             require_per_expert(self.rules, self.config)
         targets = request.targets(self.rank_context)
         adapter = whole_adapter(
             self._live(), self.rank_context, self.config, self.adapter, self.rules, everywhere=targets != {0}
         )
         if adapter is not None and self.rank_context.rank in targets:
-            tensors = peft_tensors(adapter, request.dtype, per_expert=per_expert)
+            tensors = peft_tensors(adapter, request.dtype, per_expert=request.per_expert)
             yield from packed_buckets(tensors, request.bucket_bytes)
 
     def _write(self, write: Callable[[Adapter], None]) -> None:

@@ -45,28 +45,25 @@ Select = Callable[[Sequence[Param], ParamSpecs, Piece], Collection[str]]
 BUCKET_BYTES = 512 << 20
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class WeightRequest:
-    """Arguments of an export.
-
-    Args:
-        to: ``all`` ranks, the ``first``, or the first of each data-parallel replica (``replicas``).
-        bucket_bytes: Limit of a bucket.
-        dtype: Dtype that weights are cast to; None: not cast.
-        fp8: Quantise weights of linears to fp8 blocks.
-        split_experts: Yield stacked experts in slices within ``bucket_bytes``.
-
-    Raises:
-        McaError: An argument has an invalid value.
-    """
+    """Arguments of ``VirtualModels.export_weights`` and the like, which describe them."""
 
     to: Destination = "all"
     bucket_bytes: int = BUCKET_BYTES
     dtype: DtypeName | None = None
     fp8: bool = False
     split_experts: bool = False
+    merged: bool = False
+    per_expert: bool = False
 
-    def __post_init__(self) -> None:
+    def require_valid(self, method: str = "export_weights") -> None:
+        """Check that all ranks passed the same arguments to ``method``; collective.
+
+        Raises:
+            McaError: They differ, or one has an invalid value.
+        """
+        require_same_arguments(method, **vars(self))
         if self.to not in get_args(Destination):
             raise McaError(f"to={self.to!r} is none of {', '.join(get_args(Destination))}")
         if self.dtype is not None and self.dtype not in CODES:
@@ -81,35 +78,6 @@ class WeightRequest:
         if self.to == "first":
             return frozenset({0})
         return frozenset(rank_context.grid.rank(dp=dp) for dp in range(rank_context.grid.data_parallel_size))
-
-
-def checked_request(
-    *,
-    to: Destination,
-    bucket_bytes: int,
-    dtype: DtypeName | None,
-    fp8: bool,
-    split_experts: bool,
-    merged: bool,
-    per_expert: bool = False,
-    method: str = "export_weights",
-) -> WeightRequest:
-    """Return the arguments of ``method`` after checking that all ranks passed the same; collective.
-
-    Raises:
-        McaError: They differ, or one has an invalid value.
-    """
-    require_same_arguments(
-        method,
-        to=to,
-        bucket_bytes=bucket_bytes,
-        dtype=dtype,
-        fp8=fp8,
-        split_experts=split_experts,
-        merged=merged,
-        per_expert=per_expert,
-    )
-    return WeightRequest(to, bucket_bytes, dtype, fp8, split_experts)
 
 
 @dataclass(frozen=True)

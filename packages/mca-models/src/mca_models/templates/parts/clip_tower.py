@@ -63,8 +63,8 @@ def clip_tower(vision: VisionValues) -> Shapes:
     }
 
 
-def siglip_tower(vision: VisionValues) -> Shapes:
-    """Return the tensors of ``siglip_vision_model``."""
+def siglip_tower(vision: VisionValues, *, head: bool = True) -> Shapes:
+    """Return the tensors of ``siglip_vision_model``; ``head``: it has a pooling head, unless its file denies it."""
     width, size = vision.size("hidden_size", 768), vision.size("patch_size", 16)
     return {
         "embeddings.patch_embedding.weight": (width, vision.size("num_channels", 3), size, size),
@@ -74,7 +74,7 @@ def siglip_tower(vision: VisionValues) -> Shapes:
         **norm("post_layernorm", width),
         **(
             pooling_head(width, vision.size("intermediate_size", 3072))
-            if vision.flag("vision_use_head", True)
+            if head and vision.flag("vision_use_head", True)
             else {}
         ),
     }

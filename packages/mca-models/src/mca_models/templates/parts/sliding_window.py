@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from mca_config.types import JsonObject, Values
 from mca_models.templates.config_table import Field, HfConfig
 from mca_models.templates.lens import Lens
-from mca_models.templates.parts.dual_rope import FULL, SLIDING, write_layer_types
+from mca_models.templates.parts.rope import FULL, SLIDING, write_layer_types
 
 
 def window_pattern(hf: HfConfig) -> list[str]:

@@ -40,6 +40,7 @@ ImageTokenKind = Literal[
     "joined_tiles",
     "row_column_tiles",
     "thumbnail_tiles",
+    "numbered_slices",
     "word_marks",
     "word_tiles",
 ]
@@ -49,15 +50,17 @@ behind its number (``named_tiles``); lines with a mark after each, or without ma
 tokens, with Gemma 3's marks around them (``fixed``), with InternVL's (``enclosed``), or alone (``plain``); a grid of
 pooled patches between Gemma 4's marks (``pooled``); tiles whose features are joined without their padding
 (``joined_tiles``); tiles behind their row and column (``row_column_tiles``); the same before the whole image in its own
-proportions (``thumbnail_tiles``); or the whole image before its tiles, with marks between them that have features too
+proportions (``thumbnail_tiles``); the whole image behind its number and before its tiles, all in their own proportions
+(``numbered_slices``); or the whole image before its tiles, with marks between them that have features too
 (``word_marks``). Chat templates write a word for an image of these and of ``word_tiles``, which are ``tiles``."""
 
 VideoTokenKind = Literal[
-    "together", "timestamps", "second_after", "seconds_after", "minutes", "numbered", "pooled"
+    "together", "timestamps", "second_after", "seconds_after", "minutes", "numbered", "pooled", "slices"
 ]
 """Frames of a video one after the other, or so with a feature at the end (``pooled``); each between marks behind its
 time in words (``timestamps``), its minutes and seconds (``minutes``) or its number (``numbered``), or in front of its
-whole second (``second_after``) or its seconds (``seconds_after``), as an image."""
+whole second (``second_after``) or its seconds (``seconds_after``), as an image;
+or as an image and its slices (``slices``)."""
 
 _TEXT, _HEAD = "model.", "lm_head."
 _KEYS = (
@@ -72,6 +75,7 @@ _KEYS = (
     *("audio_start_token_id", "audio_end_token_id", "position_id_per_seconds", "seconds_per_chunk"),
     "user_token_id",
     *("image_grid_pinpoints", "vision_aspect_ratio", "scale_factor"),
+    *("insert_layer_id", "downsample_mode", "merge_kernel_size", "merger_times", "drop_vision_last_layer"),
     *("projector_bias", "projector_use_layernorm", "visual_indicator_token_ids"),
     *("boi_token_id", "eoi_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index"),
 )
@@ -228,7 +232,7 @@ class VisionModel:
         video_rules: Rules for videos; None: those of the video processor, and time by the rate of the found frames.
         tokens_per_image: Features of an image, or of a tile, where all have the same number.
         tokens_of_size: Features of an image by its height and width, which the tower gets as ``image_sizes``, or as
-            ``spatial_shapes`` in patches.
+            ``spatial_shapes`` or ``target_sizes`` in patches.
         tokens_together: Features of an image that is not the only one of its sequence, where these are others.
         tokens_per_frame: Features of a frame of a video, behind whose last one is another.
         reach: Largest number of later tokens that an image token attends to; 0: attention is causal.

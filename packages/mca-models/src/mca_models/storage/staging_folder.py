@@ -1,9 +1,13 @@
-"""The folder that a checkpoint is written in before it is published, known as our own by a marker in it.
+"""Staging folders, in which a directory is written before it is put in place.
 
-``<name>.partial-<8 hex digits>/.mca-partial`` says which machine began it and, while its entries are moved into an
-existing directory, which ones. The writer holds a lock on the folder, which the kernel drops when the process dies in
-any way. Only a folder with such a name, the marker and no living writer is ever removed, or one with such a name
-and nothing in it.
+| path | contents |
+|---|---|
+| ``<name>.partial-<8 hex digits>`` | the folder, locked by its writer until the process ends or dies |
+| ``.mca-partial`` in it | the marker: the writer's machine, and inodes of entries that it moves out |
+| ``new`` in it | the directory that is written |
+| ``old`` in it | the directory that was replaced, where the file system cannot exchange two directories |
+
+A later writer removes a folder with such a name if it has a marker and no living writer, or nothing in it.
 """
 
 import fcntl
@@ -21,34 +25,35 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 MARKER = ".mca-partial"
-_BEGUN = f"{MARKER}.new"
+_UNFINISHED_MARKER = f"{MARKER}.new"
 """The marker while it is written: a writer that is killed then leaves nothing else."""
 CONTENT, DISPLACED = "new", "old"
-_IDLE_SECONDS = 24 * 3600  # of a folder begun on another machine, whose locks may not be seen here
+_IDLE_SECONDS = 24 * 3600
+"""Age at which a folder of another machine, whose locks may not be seen here, counts as abandoned."""
 
 
-class PartialFolder:
+class StagingFolder:
     """A marked and locked folder.
 
     Args:
-        place: The directory that it is made in.
-        name: What it begins with.
+        parent: The directory that it is made in.
+        name: Name of the directory that is written.
 
     Raises:
         OSError: It cannot be made; nothing is left of it.
     """
 
-    def __init__(self, place: Path, name: str) -> None:
-        self.path, self.fd = place / name, -1
-        for last in (False, False, True):
+    def __init__(self, parent: Path, name: str) -> None:
+        self.path, self.fd = parent / name, -1
+        for is_last_try in (False, False, True):
             try:
-                self._begin(place / f"{name}.partial-{os.urandom(4).hex()}")
+                self._make(parent / f"{name}.partial-{os.urandom(4).hex()}")
                 return
             except FileNotFoundError:  # another process took the empty folder for one that was left
-                if last:
+                if is_last_try:
                     raise
 
-    def _begin(self, path: Path) -> None:
+    def _make(self, path: Path) -> None:
         self.path = path
         path.mkdir()
         try:
@@ -60,15 +65,15 @@ class PartialFolder:
             raise
 
     def mark(self, moved: Mapping[str, int]) -> None:
-        """Write the marker; ``moved`` are the inode numbers of entries that are about to leave, by name."""
+        """Write the marker; ``moved`` has the inode numbers, by name, of entries that are about to be moved out."""
         text = json.dumps({"machine": _machine(), "moved": dict(moved)}).encode()
-        fd = os.open(_BEGUN, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, dir_fd=self.fd)
+        fd = os.open(_UNFINISHED_MARKER, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, dir_fd=self.fd)
         try:
             os.write(fd, text)
             os.fsync(fd)
         finally:
             close(fd)
-        os.rename(_BEGUN, MARKER, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+        os.rename(_UNFINISHED_MARKER, MARKER, src_dir_fd=self.fd, dst_dir_fd=self.fd)
         os.fsync(self.fd)
 
     def is_in_place(self) -> bool:
@@ -87,21 +92,21 @@ class PartialFolder:
         self.fd = -1
 
 
-def leftovers(place: Path, name: str) -> Iterator[Path]:
-    """The marked folders of ``name`` in ``place``, of living and dead writers."""
-    for path in _folders(place, name):
+def staging_folders(parent: Path, name: str) -> Iterator[Path]:
+    """Yield the marked folders of ``name`` in ``parent``, of living and dead writers."""
+    for path in _named_folders(parent, name):
         with suppress(OSError):
             names = [entry.name for entry in path.iterdir()]
-            marker = path / (_BEGUN if names == [_BEGUN] else MARKER)
+            marker = path / (_UNFINISHED_MARKER if names == [_UNFINISHED_MARKER] else MARKER)
             if marker.is_file() and not marker.is_symlink():
                 yield path
 
 
-def _folders(place: Path, name: str) -> list[Path]:
-    """Return the folders in ``place`` that are named as writers of ``name`` name them."""
-    own = re.compile(re.escape(name) + r"\.partial-[0-9a-f]{8}")
+def _named_folders(parent: Path, name: str) -> list[Path]:
+    """Return the folders in ``parent`` that have the name of a staging folder of ``name``."""
+    pattern = re.compile(re.escape(name) + r"\.partial-[0-9a-f]{8}")
     try:
-        named = sorted(path for path in place.iterdir() if own.fullmatch(path.name))
+        named = sorted(path for path in parent.iterdir() if pattern.fullmatch(path.name))
         return [path for path in named if path.is_dir() and not path.is_symlink()]
     except OSError:
         return []
@@ -109,27 +114,27 @@ def _folders(place: Path, name: str) -> list[Path]:
 
 def remove_leftovers(destination: Path) -> None:
     """Remove what killed writers to ``destination`` left next to it or in it."""
-    for place in (destination.parent, destination):
-        for path in _folders(place, destination.name):
+    for parent in (destination.parent, destination):
+        for path in _named_folders(parent, destination.name):
             with suppress(OSError):
-                path.rmdir()  # an empty one, whose writer died before it had marked it, or makes another
-        for path in leftovers(place, destination.name):
+                path.rmdir()  # only if empty: its writer died before it was marked, or makes another folder
+        for path in staging_folders(parent, destination.name):
             with suppress(OSError):
-                _remove_if_dead(path, destination)
+                _remove_if_abandoned(path, destination)
 
 
 def moved_names(folder: Path) -> set[str]:
     """Return the entries that a stopped writer had moved from its ``folder`` into an existing directory."""
     _, moved = _read_marker(folder)
     with suppress(OSError):
-        if any((folder / CONTENT).iterdir()):
+        if any((folder / CONTENT).iterdir()):  # else all were moved, and the directory is complete
             return {name for name, inode in moved.items() if _inode(folder.parent / name) == inode}
     return set()
 
 
-def retire(directory: Path) -> PartialFolder:
-    """A partial folder with ``directory`` in it, gone from its place in one step; to be removed."""
-    folder = PartialFolder(directory.parent, directory.name)
+def stage_for_removal(directory: Path) -> StagingFolder:
+    """Move ``directory`` into a new staging folder, in one step, and return the folder, to be removed."""
+    folder = StagingFolder(directory.parent, directory.name)
     try:
         os.rename(directory, CONTENT, dst_dir_fd=folder.fd)
     except BaseException:
@@ -144,16 +149,18 @@ def close(fd: int) -> None:
         os.close(fd)
 
 
-def _remove_if_dead(folder: Path, destination: Path) -> None:
+def _remove_if_abandoned(folder: Path, destination: Path) -> None:
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
-        here, _ = _read_marker(folder)
-        begun = not (folder / MARKER).exists()  # it holds no more than a marker that may be incomplete
-        if not _try_lock(fd) or not (here or begun or _idle_seconds(folder) >= _IDLE_SECONDS):
+        is_local, _ = _read_marker(folder)
+        is_unmarked = not (folder / MARKER).exists()  # it has at most a marker that may be incomplete
+        if not _try_lock(fd):
+            return  # its writer lives
+        if not (is_local or is_unmarked or _idle_seconds(folder) >= _IDLE_SECONDS):
             return
         logger.info("removing %s, left by a process that died", folder)
         if (folder / DISPLACED).is_dir() and not destination.exists():
-            (folder / DISPLACED).rename(destination)  # it died between the two steps of an exchange
+            (folder / DISPLACED).rename(destination)  # the writer died between the two steps of an exchange
         for name in moved_names(folder):
             remove_entry(folder.parent / name)
         _remove(folder)
@@ -162,7 +169,7 @@ def _remove_if_dead(folder: Path, destination: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder, the marker last; once more where something failed."""
+    """Remove a folder, the marker last; try twice."""
     for _ in range(2):
         with suppress(OSError):
             entries = [entry for entry in folder.iterdir() if entry.name != MARKER]
@@ -184,12 +191,13 @@ def remove_entry(path: Path) -> None:
 
 
 def _read_marker(folder: Path) -> tuple[bool, dict[str, int]]:
-    """Return whether this machine wrote it, and what was being moved."""
+    """Return whether this machine wrote the marker, and the inodes of entries that are moved out."""
     try:
         marker = folder / MARKER
-        document = json.loads((marker if marker.exists() else folder / _BEGUN).read_text())
-        here = any(theirs == mine != "" for theirs, mine in zip(document["machine"], _machine(), strict=True))
-        return here, {str(name): int(inode) for name, inode in document["moved"].items()}
+        document = json.loads((marker if marker.exists() else folder / _UNFINISHED_MARKER).read_text())
+        pairs = zip(document["machine"], _machine(), strict=True)
+        is_local = any(theirs == mine != "" for theirs, mine in pairs)
+        return is_local, {str(name): int(inode) for name, inode in document["moved"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False, {}
 
@@ -197,8 +205,8 @@ def _read_marker(folder: Path) -> tuple[bool, dict[str, int]]:
 def _idle_seconds(folder: Path) -> float:
     """Return the seconds since anything in ``folder`` changed."""
     newest = folder.stat().st_mtime
-    for place, _, files in os.walk(folder):
-        for path in (Path(place), *(Path(place, name) for name in files)):
+    for directory, _, files in os.walk(folder):
+        for path in (Path(directory), *(Path(directory, name) for name in files)):
             with suppress(OSError):
                 newest = max(newest, path.lstat().st_mtime)
     return time.time() - newest
@@ -211,14 +219,14 @@ def _inode(path: Path) -> int | None:
 
 
 def _machine() -> list[str]:
-    """The name of this machine, and of its kernel since it was started, which its containers share."""
+    """Return this machine's name, and the id of its boot, which its containers share."""
     with suppress(OSError):
         return [platform.node(), Path("/proc/sys/kernel/random/boot_id").read_text().strip()]
     return [platform.node(), ""]
 
 
 def _try_lock(fd: int) -> bool:
-    """Return whether the lock on the directory was taken; False too where the file system has no locks."""
+    """Return whether the lock on the directory was taken; also False where the file system has no locks."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

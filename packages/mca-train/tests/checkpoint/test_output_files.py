@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from mca_config.errors import McaError, UsageError
-from mca_train.checkpoint.output_dir import require_free, require_usable
-from mca_train.checkpoint.output_files import STATE_FILE, checkpoints
+from mca_train.checkpoint.output_files import STATE_FILE, checkpoints, require_free, require_usable
 from mca_train.checkpoint.writer import remove_unfinished
 
 

@@ -1,0 +1,140 @@
+"""Facts that pages repeat from the code: numbers of model types, versions, extras, keys, defaults, metrics, layers."""
+
+import re
+import runpy
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mca_models.templates import FAMILIES
+from mca_train.reference.keys import Key, task_keys
+from mca_train.tasks.table import TASKS
+from source_tree import ROOT, SOURCES
+
+DOCS = ROOT / "docs"
+LADDERS = runpy.run_path(str(ROOT / "integration_tests/system/test_architecture.py"))["LADDERS"]
+ELSEWHERE = {"coming_from", "families", "llama_factory", "llama_factory_keys", "ms_swift", "roll", "verl"}
+"""Pages with the keys of other programs, or of ``config.json``."""
+NO_KEYS = {
+    "data": {"prompt"},  # of an entry of `datasets`
+    "keys": {"output_router_logits"},  # of config.json
+}
+"""Words before a colon that are no keys of a run, for each page."""
+
+
+def keys() -> dict[str, Key]:
+    """Return the keys of all jobs."""
+    return {key.name: key for task in TASKS.values() for key in task_keys(task)}
+
+
+def prose(page: Path) -> str:
+    return re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def rows(page: Path, heading: str) -> Iterator[list[str]]:
+    """Yield the cells of each row of the table below ``heading``, a row of column names."""
+    table = page.read_text().partition(f"{heading}\n")[2].partition("\n\n")[0]
+    assert table, f"{page.name} has no table {heading}"
+    for line in table.splitlines()[1:]:
+        yield [cell.strip() for cell in line.strip("|").split(" | ")]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "packages/mca-models/CHANGELOG.md"])
+def test_numbers_of_model_types_are_those_of_the_templates(page):
+    multimodal = sum(family.vision is not None for family in FAMILIES.values())
+    expected = f"{len(FAMILIES) - multimodal} text and {multimodal} multimodal model types"
+    assert re.findall(r"\d+ text and \d+ multimodal model types", (ROOT / page).read_text()) == [expected]
+
+
+def _project(package: str) -> dict[str, object]:
+    return tomllib.loads((ROOT / "packages" / package / "pyproject.toml").read_text())["project"]
+
+
+def test_versions_of_the_install_page_are_those_of_the_lock_and_the_packages():
+    lock = tomllib.loads((ROOT / "uv.lock").read_text())["package"]
+    models = _project("mca-models")["optional-dependencies"]
+    bounds = dict(
+        re.match(r"([\w-]+)(?:\[\w+\])?>=([\d.]+)", each).groups()
+        for each in models["megatron"] + models["te"]
+        if ">=" in each
+    )
+    shown = {cells[0]: cells[1:] for cells in rows(DOCS / "install.md", "| | first | second | accepted |")}
+    assert (
+        shown.pop("Python")[2] == f"{_project('mca-models')['requires-python'].removeprefix('>=')} or later"
+    )
+    assert shown.pop("Transformer Engine")[2] == f"{bounds['transformer-engine']} or later"
+    assert len(shown) == 4
+    for name, (*tested, accepted) in shown.items():
+        locked = [each["version"] for each in lock if each["name"] == name.lower()]
+        for version in tested:
+            assert any(f"{found}.".startswith(f"{version}.") for found in locked), (name, version)
+        assert accepted.split()[0] == bounds[name.lower()], name
+
+
+def test_extras_of_the_install_page_are_those_of_mca_train():
+    shown = [cells[0] for cells in rows(DOCS / "install.md", "| extra of `mca-train` | adds |")]
+    assert sorted(re.findall(r"`(\w+)`", " ".join(shown))) == sorted(
+        _project("mca-train")["optional-dependencies"]
+    )
+
+
+def _quoted_defaults() -> Iterator[tuple[str, str, str]]:
+    """Yield page, key and value of each default that a page states."""
+    for page in DOCS.glob("*.md"):
+        for key, value in re.findall(r"`(\w+)` \(([^()]+) unless set\)", prose(page)):
+            yield page.name, key, value
+    for key, here, _ in rows(DOCS / "coming_from.md", "| key | default here | there |"):
+        if re.fullmatch(r"`\w+`", key):
+            yield "coming_from.md", key.strip("`"), here
+
+
+def test_defaults_that_pages_state_are_those_of_the_keys():
+    known, quoted = keys(), list(_quoted_defaults())
+    assert len(quoted) >= 7
+    wrong = [
+        (page, key, value, known[key].default if key in known else "no key")
+        for page, key, value in quoted
+        if key not in known or float(known[key].default) != float(value.replace(",", ""))
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.stem)
+def test_keys_that_pages_set_exist(page):
+    if page.stem in ELSEWHERE:
+        return
+    known = {*keys(), *NO_KEYS.get(page.stem, ())}
+    named = re.findall(r"`([a-z]\w+): [^`]+`", prose(page))
+    assert not {name for name in named if name not in known}
+
+
+def test_the_glossary_has_the_metrics_of_all_jobs_and_no_others():
+    page = (DOCS / "glossary.md").read_text().partition("## Metrics")[2]
+    shown = {
+        name for line in page.splitlines() for name in re.findall(r"`([\w/]+)`", line.partition(" | ")[0])
+    }
+    shown -= {"logging_steps"}
+    assert not {name for task in TASKS.values() for name in task.metric_names} - shown
+    text = "".join(source.text for source in SOURCES)
+    shown = {
+        re.sub(r"^moe_(?=load|z)|(?<=mtp_)1", "", name) for name in shown
+    }  # composed when they are logged
+    text = text.replace('f"mtp_{n}_loss"', '"mtp__loss"')
+    missing = {name for name in shown if not re.search(rf"[\"'(]{re.escape(name)}[\"')]", text)}
+    assert not missing
+
+
+@pytest.mark.parametrize("package", sorted(LADDERS))
+def test_layers_of_the_architecture_page_are_those_of_the_test(package):
+    (cells,) = [
+        cells
+        for cells in rows(DOCS / "architecture.md", "| package | layers |")
+        if cells[0] == f"`{package}`"
+    ]
+    shown = re.findall(r"`(\w+)`", cells[1])
+    expected = [name for layer in LADDERS[package] for name in layer if not name.startswith("_")]
+    assert sorted(shown) == sorted(expected), "docs/architecture.md"
+    height = {name: number for number, layer in enumerate(LADDERS[package]) for name in layer}
+    assert [height[name] for name in shown] == sorted(height[name] for name in shown), "docs/architecture.md"

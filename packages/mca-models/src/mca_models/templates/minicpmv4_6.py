@@ -1,0 +1,85 @@
+"""MiniCPM-V 4.6: HF ``MiniCPMV4_6ForConditionalGeneration``: SigLIP, which merges windows halfway, and Qwen 3.5."""
+
+from mca_config.errors import McaError
+from mca_config.model_config import McaModelConfig
+from mca_models.templates import get_family
+from mca_models.templates.parts.clip_tower import siglip_tower
+from mca_models.templates.parts.vision_language import vision_language_family
+from mca_models.templates.parts.vision_tower import (
+    TOWER,
+    NestedTextConfig,
+    Shapes,
+    VisionModel,
+    linear,
+    module_spelling,
+    norm,
+)
+from mca_models.templates.parts.vision_values import VisionValues, vision_values
+
+MERGER, WINDOWS = "merger.", f"{TOWER}vit_merger."
+
+
+def window_merger(vision: VisionValues) -> Shapes:
+    """Return the tensors of the attention within windows of patches, and of the MLP that merges each window."""
+    width, inner = vision.size("hidden_size", 768), vision.size("intermediate_size", 3072)
+    high, wide = vision.sides("window_kernel_size", (2, 2))
+    merged = width * high * wide
+    found = {**norm("layer_norm1", width), **norm("pre_norm", merged)}
+    for x in ("q", "k", "v", "out"):
+        found |= linear(f"self_attn.{x}_proj", width, width)
+    found |= linear("linear_1", inner * high * wide, merged)
+    return found | linear("linear_2", width, inner * high * wide)
+
+
+def tensors(config: McaModelConfig) -> Shapes:
+    """Return every tensor of tower and merger."""
+    about, vision = vision_values(config)
+    width, times = vision.size("hidden_size", 768), about.layers("merger_times", 1)
+    found = {TOWER + name: shape for name, shape in siglip_tower(vision, head=False).items()}
+    found |= {WINDOWS + name: shape for name, shape in window_merger(vision).items()}
+    for i in range(times):
+        found |= norm(f"{MERGER}mlp.{i}.pre_norm", 4 * width)
+        found |= linear(f"{MERGER}mlp.{i}.linear_1", 4 * width, 4 * width)
+        found |= linear(
+            f"{MERGER}mlp.{i}.linear_2", width if i < times - 1 else config.hidden_size, 4 * width
+        )
+    return found
+
+
+def merges_windows(config: McaModelConfig) -> bool:
+    """Return whether the tower merges windows, after a layer that it must have."""
+    about, vision = vision_values(config)
+    if about.choice("downsample_mode", "16x", "4x") == "4x":
+        return False
+    last = vision.layers("num_hidden_layers", 12) - 1
+    if (layer := about.values.get("insert_layer_id", 6)) not in range(last + 1):
+        raise McaError(
+            f"'insert_layer_id' of config.json is {layer!r}; expected a layer of the vision tower, 0 to {last}, where "
+            "downsample_mode is 16x"
+        )
+    return True
+
+
+def tokens_of_size(config: McaModelConfig, rows: int, columns: int) -> int:
+    """Return the features of an image or a slice of ``rows`` times ``columns`` patches."""
+    about, _ = vision_values(config)
+    high, wide = about.sides("merge_kernel_size", (2, 2))
+    times, merged = about.layers("merger_times", 1), 2 if merges_windows(config) else 1
+    return int(rows // (merged * high**times)) * int(columns // (merged * wide**times))
+
+
+FAMILY = vision_language_family(
+    "minicpmv4_6",
+    "MiniCPMV4_6ForConditionalGeneration",
+    {"qwen3_5_text": get_family("qwen3_5_text")},
+    VisionModel(
+        tensors=tensors,
+        spellings=(module_spelling(TOWER, MERGER),),
+        projector=(MERGER,),
+        unused=lambda config: () if merges_windows(config) else (WINDOWS,),
+        image_tokens="numbered_slices",
+        video_tokens="slices",
+        tokens_of_size=tokens_of_size,
+    ),
+    NestedTextConfig(text_model_type=""),
+)
