@@ -19,6 +19,7 @@ from mca_models.weights import (
     GroupedHeads,
     Param,
     Separate,
+    Shard,
     Transposed,
 )
 
@@ -194,7 +195,7 @@ class EvenColumnsFirst:
         return tuple(np.stack(both, -1).reshape(*both[0].shape[:-1], -1) for both in halves)
 
 
-@pytest.mark.parametrize("side", [2, 4])
-def test_columns_that_change_their_order_are_moved_one_by_one(side: int) -> None:
-    param = Param(mca="x", hf=("x",), shard=ROW, hf_layout=EvenColumnsFirst())
-    check(param, numbered((3, 48)), [HF, side])
+@pytest.mark.parametrize("shard", [REPLICATED, COLUMN, ROW])
+def test_columns_that_change_their_order_are_moved_one_by_one(shard: Shard) -> None:
+    param = Param(mca="x", hf=("x",), shard=shard, hf_layout=EvenColumnsFirst())
+    check(param, numbered((4, 48)), [HF, 1, 2, 4])
