@@ -75,6 +75,15 @@ def updates(path: Path, layout: str) -> None:
     assert send() == everything, "after an interrupted send nothing is known about the receiver"
     assert send(full=True) == everything
     assert sender.version == 6
+    _change(models, "decoder.final_layernorm.weight")
+    stream = sender.buckets()
+    bucket = next(stream, None)
+    if torch.distributed.get_rank() == 0:
+        stream.close()
+    assert bucket is not None
+    assert next(stream, None) is None
+    assert send() == everything, "the only bucket is also the last, at which one rank stopped"
+    assert sender.version == 8
 
 
 def _change(models: Any, name: str, *, first_and_last: bool = False) -> None:

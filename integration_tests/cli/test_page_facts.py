@@ -135,6 +135,6 @@ def test_layers_of_the_architecture_page_are_those_of_the_test(package):
     ]
     shown = re.findall(r"`(\w+)`", cells[1])
     expected = [name for layer in LADDERS[package] for name in layer if not name.startswith("_")]
-    assert sorted(shown) == sorted(expected)
+    assert sorted(shown) == sorted(expected), "docs/architecture.md"
     height = {name: number for number, layer in enumerate(LADDERS[package]) for name in layer}
-    assert [height[name] for name in shown] == sorted(height[name] for name in shown)
+    assert [height[name] for name in shown] == sorted(height[name] for name in shown), "docs/architecture.md"

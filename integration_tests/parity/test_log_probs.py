@@ -223,6 +223,7 @@ def refused(path: Path) -> list[str]:
         {"temperature": 0.0},
         {"chunk_size": 0},
         {"to": "first"},
+        {"packed": torch.distributed.get_rank() == 1},
     ):
         with pytest.raises(McaError) as error:
             models.log_probs(ids, **options)
@@ -254,6 +255,7 @@ def test_what_cannot_be_asked_is_refused(tmp_path: Path) -> None:
         "temperature is 0.0; expected a positive number",
         "micro_batch_size and chunk_size must be at least 1",
         "to='first' is none of all, replicas",
+        "log_probs: packed differs between ranks: False on rank 0, True on rank 1; give all ranks the same value",
         f"input_ids has token -1; {vocabulary}",
         f"input_ids has token 70; {vocabulary}",
         "input_ids has dtype torch.float32; expected integers, the ids of tokens",

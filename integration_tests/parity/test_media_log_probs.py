@@ -16,7 +16,7 @@ from cases import Case, as_params, group_by_layout, needed, skip_unsupported
 from harness import run_ranks
 from layouts import arguments
 from mca_config.errors import McaError
-from vision_reference import LENGTH, logits_of, rows_of, vision_model
+from vision_reference import LENGTH, as_processed, logits_of, rows_of, vision_model
 
 pytestmark = pytest.mark.ranks
 
@@ -49,6 +49,7 @@ def compute(work: list[tuple[str, Path, Tensor]], layout: str) -> list[str | Dif
 def differences(models: Any, case: str, logits: Tensor) -> Differences:
     """Return the largest difference of each form of the call."""
     input_ids, _, images = rows_of(case)
+    images = tuple(map(as_processed, images))
     wanted = expected(logits, input_ids)
     padded = torch.nn.functional.pad(input_ids, (SHIFT, 2), value=3)
     mask = torch.zeros_like(padded, dtype=torch.bool)

@@ -47,6 +47,7 @@ CASES: dict[tuple[str, str], tuple[int, Settings]] = {
     ("aux_loss", "cp2"): (2, CP),
     ("aux_loss", "own-stage"): (3, staged("Ett|ttm|L")),
     ("aux_loss", "stage-alone"): (4, staged("Et|ttt|m|L")),
+    ("aux_loss", "empty-stage"): (4, staged("Et|tttm||L")),
     ("aux_loss", "virtual-stages"): (2, staged("Et|t|tt|mL", virtual=2)),
     ("seq_aux_loss", "alone"): (1, ALONE),
     ("seq_aux_loss", "packed"): (1, PACKED),

@@ -208,7 +208,8 @@ IMAGE_ADAPTERS = tuple(
             *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v", "gemma3", "internvl", "mistral3"),
             *("gemma4-31b", "gemma4-e2b"),
             *("qwen2_audio", "qwen3_asr", "qwen2_5_omni_thinker", "gemma4_unified"),
-            *("exaone4_5", "cohere2_vision", "deepseek_vl", "qianfan_ocr", "got_ocr2", "glm_ocr"),
+            *("exaone4_5", "cohere2_vision", "deepseek_vl", "qianfan_ocr", "got_ocr2", "glm_ocr", "glmga"),
+            "minicpmv4_6",
         ),
         ("tp2sp", "tp2", "pp2", "cp2packed", "dp2overlap"),
     )

@@ -57,6 +57,7 @@ VIDEOS = tuple(
         "qwen3_vl",
         "qwen3_5",
         "lfm3_vl",
+        "minicpmv4_6",
         "glm4v",
         "glm_ocr",
         "gemma4-31b",

@@ -139,6 +139,8 @@ def _video_pixels(case: str, number: int) -> dict[str, torch.Tensor]:
         return _pooled_videos(case, number, generator)
     if case.startswith("llava_onevision"):
         return _lone_media(number, generator)
+    if case.startswith("minicpmv4_6"):
+        return _loose_videos(number, generator)
     high, wide = 2 * SMALL[0], 2 * SMALL[1]
     found = {}
     of_images = [1 for _, frames in VIDEO_ROWS[number] if not frames]
@@ -152,6 +154,17 @@ def _video_pixels(case: str, number: int) -> dict[str, torch.Tensor]:
         found[f"{prefix}_grid_thw"] = torch.tensor([(count, high, wide) for count in counts])
     if case.startswith("qwen2_5"):
         found["second_per_grid_ts"] = torch.tensor([SECONDS[number // 2]])
+    return found
+
+
+def _loose_videos(number: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Return MiniCPM's patches of the images and the frames of row ``number``."""
+    found, media = {}, VIDEO_ROWS[number]
+    counts = {"": sum(not frames for _, frames in media), "_videos": sum(frames for _, frames in media)}
+    for suffix, count in counts.items():
+        sizes = torch.tensor([[4 * SMALL[0], 4 * SMALL[1]]] * count)
+        patches = torch.randn(int(sizes.prod(1).sum()), 3, 4, 4, generator=generator)
+        found |= {f"pixel_values{suffix}": patches, f"target_sizes{suffix}": sizes}
     return found
 
 
@@ -390,12 +403,21 @@ def _for_transformers(
     elif "grids" in found:
         del found["grids"]
     elif "target_sizes" in found:
-        found["pixel_values"] = join_patches(found["pixel_values"])
+        found = as_processed(found)
     elif "batch_num_images" in found:
         found["batch_num_images"] = torch.tensor([len(each["image_sizes"]) for each in images if each])
     elif model_type.startswith("gemma"):
         found["token_type_ids"] = (input_ids == IMAGE).int()
     return found
+
+
+def as_processed(images: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return a row's inputs in the form of its processor: MiniCPM's patches are next to each other."""
+    is_loose = "target_sizes" in images
+    return {
+        name: join_patches(each) if is_loose and name.startswith("pixel_values") else each
+        for name, each in images.items()
+    }
 
 
 def joined(images: tuple[dict[str, torch.Tensor], ...]) -> dict[str, torch.Tensor]:
@@ -415,6 +437,8 @@ def of_chunk(
         return _frames_of_chunk(images, ids, row)
     if "pixel_values_videos" in images and "batch_num_images" in images:
         return _lone_media_of_chunk(images, is_image_first=int(ids[row[0].start]) == IMAGE)
+    if "target_sizes_videos" in images:
+        return _loose_frames_of_chunk(images, ids, row)
     if "video_grid_thw" not in images:
         return images
     videos = images["pixel_values_videos"]
@@ -426,6 +450,21 @@ def of_chunk(
         left[token] = left[token][4 * each.tokens :]
         grids += [(1, 2 * each.rows, 2 * each.columns)] * each.frames
     return {"pixel_values": torch.cat(found), "image_grid_thw": torch.tensor(grids)}
+
+
+def _loose_frames_of_chunk(
+    images: dict[str, torch.Tensor], ids: torch.Tensor, row: tuple[ImageSpan, ...]
+) -> dict[str, torch.Tensor]:
+    """Return MiniCPM's images and frames, all of the small size, in the order of their tokens."""
+    left = {
+        token: iter(images[f"pixel_values{suffix}"].split(16 * SMALL[0] * SMALL[1]))
+        for token, suffix in ((IMAGE, ""), (VIDEO, "_videos"))
+    }
+    sizes = torch.tensor([[4 * SMALL[0], 4 * SMALL[1]]] * len(row))
+    return {
+        "pixel_values": torch.cat([next(left[int(ids[each.start])]) for each in row]),
+        "target_sizes": sizes,
+    }
 
 
 def _lone_media_of_chunk(images: dict[str, torch.Tensor], *, is_image_first: bool) -> dict[str, torch.Tensor]:

@@ -3,7 +3,7 @@
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mca_config.errors import McaError, UsageError
@@ -76,6 +76,8 @@ class Program:
     """Function that returns the message about an unknown flag; if empty, a similar flag is suggested."""
     no_command: str = ""
     """Message about a word that is similar to no command."""
+    other_commands: Mapping[str, str] = field(default_factory=dict)
+    """Messages about commands of other programs, instead of a suggestion."""
 
     def answer(self, words: Sequence[str]) -> str | None:
         """Return the help or version if ``words`` request it, the general help without words, else None."""
@@ -102,6 +104,8 @@ class Program:
         kind, known = (
             ("flag ", _HELP + _VERSION) if first.startswith("-") else ("command ", tuple(self.commands))
         )
+        if first in self.other_commands:
+            raise UsageError(f"unknown command '{first}'; {self.other_commands[first]}")
         shown = first if first.startswith("-") else f"'{first}'"
         otherwise = self.no_command or f"see {self.name} --help"
         raise UsageError(f"unknown {kind}{shown}{suggestion(first, known, otherwise)}")

@@ -97,6 +97,16 @@ def test_the_size_of_an_image_gives_its_features(name: str, family: Any) -> None
         assert each.arguments["pixel_values"].tolist() == [rows(2)[number].tolist()]
 
 
+def test_patches_without_padding_belong_to_the_images_of_their_sizes(family: Any) -> None:
+    family.tokens_of_size = lambda config, high, wide: 10 * high + wide
+    images = {"pixel_values": rows(7), "target_sizes": torch.tensor([[1, 3], [2, 2]])}
+    first, second = split_images(images, config())
+    assert [(each.load, each.rows) for each in (first, second)] == [(3, 13), (4, 22)]
+    assert torch.equal(first.arguments["pixel_values"], rows(7)[:3])
+    assert torch.equal(second.arguments["pixel_values"], rows(7)[3:])
+    assert second.arguments["target_sizes"].tolist() == [[2, 2]]
+
+
 @pytest.mark.parametrize(
     ("together", "frame", "expected"),
     [

@@ -8,6 +8,7 @@ import torch
 
 from mca_config.errors import McaError
 from mca_models.megatron.features import processor_media
+from mca_models.megatron.features.media_features import join_patches
 from mca_models.megatron.features.processor_media import _images, _Item, _locate, _require_silent, _spans
 
 IMAGE, VIDEO, AUDIO, START = 90, 91, 92, 93
@@ -89,3 +90,21 @@ def test_tiles_of_a_processor_are_images_of_one_tile(config: Any, monkeypatch: p
     config.family.vision.image_tokens, config.family.vision.tokens_together = "grid", "together"
     list(_images({"pixel_values": pixels, "image_sizes": torch.zeros(3, 2)}, config))
     assert split[1]["batch_num_images"].tolist() == [3, 3, 3]
+
+
+def test_patches_next_to_each_other_are_split_by_image(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    split: list[Any] = []
+    monkeypatch.setattr(
+        processor_media, "split_images", lambda images, config: split.append(images) or iter([])
+    )
+    patches, sizes = torch.arange(7 * 12.0).view(7, 3, 2, 2), torch.tensor([[1, 3], [2, 2]])
+    next_to_each_other = torch.cat([*patches], -1)[None]
+    config.family.vision.image_tokens, config.family.vision.video_tokens = "numbered_slices", "slices"
+    list(_images({"pixel_values": next_to_each_other, "target_sizes": sizes}, config))
+    videos = {"pixel_values_videos": next_to_each_other, "target_sizes_videos": sizes}
+    list(processor_media._videos(videos, config))
+    for images in split:
+        assert torch.equal(images["pixel_values"], patches)
+        assert torch.equal(images["target_sizes"], sizes)
+    assert len(split) == 2
+    assert torch.equal(join_patches(patches), next_to_each_other)

@@ -105,6 +105,15 @@ def test_a_window_of_zero_is_global_attention() -> None:
     assert family.config.to_hf(config, family.architecture) == hf
 
 
+def test_a_window_of_false_is_not_one_of_zero() -> None:
+    hf = tiny_vision.described("got_ocr2")
+    hf["vision_config"]["window_size"] = False
+    with pytest.raises(
+        McaError, match=r"'vision_config\.window_size' of config\.json is False; expected a whole"
+    ):
+        get_family("got_ocr2").hf_shapes(config_from_hf(hf))
+
+
 FOLLOWS_HEADS = set("axk1 deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa kimi_k2 mistral4 youtu".split())
 """Families of MLA, which has no groups: mca gives a file without groups the heads, transformers a number."""
 

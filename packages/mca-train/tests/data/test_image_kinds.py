@@ -14,6 +14,7 @@ from image_kinds import (
     KINDS,
     SIDE,
     SIZES,
+    MiniCPM,
     gemma4,
     idefics,
     lfm2_vl,
@@ -29,6 +30,7 @@ from transformers.models.llava_onevision.processing_llava_onevision import Llava
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 
 from mca_config.errors import McaError, UsageError
+from mca_models.megatron.features.media_features import split_patches
 from mca_models.megatron.features.sequence_media import MediaJoiner
 from mca_train.batching.collate import CountedSamples, PadCollator, StepCollator
 from mca_train.config.arguments import DataArguments
@@ -36,9 +38,10 @@ from mca_train.data import image_processors
 from mca_train.data.grids import Grid
 from mca_train.data.image_processors import image_tokens
 from mca_train.data.image_rows import ImageReader
+from mca_train.data.image_slices import SliceTokens
 from mca_train.data.media_tokens import MediaTokens
 from mca_train.data.video_files import VideoFacts
-from mca_train.data.video_tokens import PooledVideoTokens, VideoOptions
+from mca_train.data.video_tokens import PooledVideoTokens, SliceVideoTokens, VideoOptions
 from mca_train.tasks.load import load_tokenized
 from mca_train.tasks.table import TASKS
 
@@ -164,7 +167,7 @@ def test_a_processor_is_found_where_transformers_exports_none_without_torchvisio
 
     PixtralImageProcessorPil(size={"longest_edge": 32}, patch_size=4).save_pretrained(tmp_path)
     monkeypatch.setattr(transformers, "AutoImageProcessor", SimpleNamespace(from_pretrained=refuse))
-    assert isinstance(image_processors._processor([tmp_path]), PixtralImageProcessorPil)
+    assert isinstance(image_processors.image_processor([tmp_path]), PixtralImageProcessorPil)
 
 
 def test_images_of_any_size_have_the_tiles_of_lfm2_vl(tmp_path):
@@ -379,3 +382,71 @@ def test_images_of_a_sequence_are_sized_together_next_to_other_media(frames, tog
     images = SimpleNamespace(in_sequence=lambda found: ["together", *found])
     found = MediaTokens.in_sequence(SimpleNamespace(_images=images), grids)
     assert found == (["together", *grids] if together else grids)
+
+
+@pytest.mark.parametrize("size", [(16, 16), (40, 24)])
+def test_frames_of_minicpm_are_images_with_slices(size, tmp_path, monkeypatch):
+    av = pytest.importorskip("av")
+    pytest.importorskip("torchvision")
+    from drawn_videos import write
+    from transformers.models.minicpmv4_6.video_processing_minicpmv4_6 import MiniCPMV4_6VideoProcessor
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    kind, _ = minicpm()
+    kind.tokenizer.chat_template = kind.tokenizer.chat_template.replace(
+        "{% else %}{{ part['text'] }}",
+        "{% elif part['type'] == 'video' %}{{ '<|video_pad|>' }}{% else %}{{ part['text'] }}",
+    )
+    videos = MiniCPMV4_6VideoProcessor(scale_resolution=16, patch_size=2, max_slice_nums=6)
+    for processor in (kind.processor, videos):
+        processor.save_pretrained(tmp_path / "model")
+    write(tmp_path / "clip.mp4", 9, 4, *size)
+    draw(tmp_path / "wide.png", *SIZES["wide"])
+    turns = [
+        {"role": "user", "content": "<video>, <image>then <video>?"},
+        {"role": "assistant", "content": "red"},
+    ]
+    given = {"messages": turns, "images": ["wide.png"], "videos": ["clip.mp4"] * 2}
+    sample = load(kind, tmp_path, given)[0]
+    with av.open(str(tmp_path / "clip.mp4")) as container:
+        frames = np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
+    right = MiniCPM(kind.processor, videos, kind.tokenizer)(
+        text=[
+            "<|im_start|>user\n<|video_pad|>, <|image_pad|>then <|video_pad|>?<|im_end|>\n"
+            "<|im_start|>assistant\nred<|im_end|>\n"
+        ],
+        images=[[Image.open(tmp_path / "wide.png").convert("RGB")]],
+        videos=[frames] * 2,
+        video_metadata=[{"total_num_frames": 9, "fps": 4.0, "duration": 9 / 4}] * 2,
+        do_sample_frames=True,
+        return_tensors="pt",
+    )
+    assert kind.tokenizer.decode(sample["input_ids"]) == kind.tokenizer.decode(right["input_ids"][0])
+    found, images = sample["images"].tensors(), len(right["target_sizes"])
+    pixels = {name: split_patches(right[f"pixel_values{name}"]) for name in ("", "_videos")}
+    first = len(pixels["_videos"]) // 2
+    joined = (pixels["_videos"][:first], pixels[""], pixels["_videos"][first:])
+    assert torch.equal(found["pixel_values"], torch.cat(joined))
+    frames = len(right["target_sizes_videos"])
+    assert frames == 2 * 3 * (1 if size == (16, 16) else 1 + 4)
+    assert len(found["target_sizes"]) == len(sample["images"].places) == images + frames
+
+
+def test_options_of_videos_that_minicpm_cannot_use_raise_one_error():
+    pytest.importorskip("torchvision")
+    from transformers.models.minicpmv4_6.video_processing_minicpmv4_6 import MiniCPMV4_6VideoProcessor
+
+    def tokens(options, **different):
+        videos = MiniCPMV4_6VideoProcessor(**different)
+        slices = SliceTokens(videos, 1, "16x", lambda high, wide: high * wide // 16, lambda grid: [])
+        return SliceVideoTokens(videos, options, slices)
+
+    assert tokens(VideoOptions(max_frames=3)).grid(VideoFacts(80, 8.0, 448, 448)).frames == 3
+    with pytest.raises(
+        UsageError, match="video_fps is 2, but MiniCPMV4_6VideoProcessor takes one frame of each"
+    ):
+        tokens(VideoOptions(fps=2.0))
+    with pytest.raises(UsageError, match="stack_frames is 3; expected 1"):
+        tokens(VideoOptions(), stack_frames=3)
+    with pytest.raises(McaError, match=r"lasts 10.0 seconds, more than video_max_seconds 4"):
+        tokens(VideoOptions(max_seconds=4.0)).grid(VideoFacts(80, 8.0, 448, 448))

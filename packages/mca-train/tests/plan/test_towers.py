@@ -12,7 +12,7 @@ from transformers import Qwen2VLConfig
 from mca_config.errors import UsageError
 from mca_config.model_config import McaModelConfig
 from mca_models.templates import config_from_hf, get_family
-from mca_train.plan.vision_memory import Extent, Images, VisionTower, plan_images
+from mca_train.plan.vision_memory import Extent, Images, VisionTower, _score_keys, plan_images
 
 DATA = Path(__file__).parents[3] / "mca-models/tests/data/vision_configs"
 
@@ -150,3 +150,18 @@ def test_tiles_attend_within_themselves() -> None:
     each = replace(images(tile=12), extent=Extent(tokens=50, tiles=3))
     assert (each.tokens, each.patches, each.length) == (50, 2 * 3 * 36, 2 * 51)
     assert replace(each, num_text_tokens=9).length == 2 * 59
+
+
+@pytest.mark.parametrize(
+    ("window", "inside"),
+    [
+        (0, 64.0),  # no windows: 8 x 8 patches
+        (4, 16.0),
+        (3, 9 * 81 / 64),  # 9 x 9 patches with their padding, in windows of 3 x 3
+        (8, 64.0),
+    ],
+)
+def test_patches_of_a_sam_tower_attend_within_padded_windows(window: int, inside: float) -> None:
+    sizes = {"image_size": 16, "patch_size": 2, "window_size": window, "num_hidden_layers": 3}
+    keys = _score_keys({**sizes, "global_attn_indexes": [1]})
+    assert keys == (inside, 64, inside)

@@ -37,6 +37,14 @@ HEAVY = ("torch", "transformers", "megatron", "datasets")
 
 BEST = ("--load_best_model_at_end", "--eval_file", "a.jsonl")
 USAGES = (
+    (
+        ["launch", "sft", "RUN"],
+        "unknown command 'launch'; mca-train KIND run.yaml starts the ranks of this machine",
+    ),
+    (
+        ["train", "RUN"],
+        "unknown command 'train'; name a kind of run: pretrain, sft, dpo, kto, reward, classify",
+    ),
     (["sft", "--learing_rate", "1"], "did you mean --learning_rate?"),
     (["sft", "none.yaml"], "configuration file none.yaml does not exist"),
     (["sft", "broken.yaml"], "broken.yaml is not valid YAML"),

@@ -29,6 +29,7 @@ from mca_models.megatron.features.sequence_media import SequenceMedia, media_joi
 from mca_models.megatron.layers.rope import length_dependent_ropes, set_longest_sequence
 from mca_models.megatron.layers.zigzag import restore_token_order, take_rank_tokens
 from mca_models.megatron.live_model import LiveModel
+from mca_models.megatron.tensors import weights_dtype
 from mca_models.megatron.types import GptModel, MegatronModule
 
 GivenMedia = Sequence[SequenceMedia | Mapping[str, Tensor] | None]
@@ -195,7 +196,7 @@ def _micro(
         found += [None] * (rows - len(found))
         joined = joiner.join(found, [tokens.shape[1]] * rows, cut, packed=False).to(tokens.device)
         yield {
-            **joined.keywords(next(chunk.parameters()).dtype),
+            **joined.keywords(weights_dtype(chunk)),
             "input_ids": cut(micro, 1),
             "position_ids": cut(positions, 1) if joined.sections is None else joined.sections,
         }

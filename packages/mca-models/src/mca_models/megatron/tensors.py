@@ -19,6 +19,13 @@ DTYPE_OF = {code: dtype for dtype, code in CODES.items()}
 """The inverse of ``CODES``."""
 
 
+def weights_dtype(chunk: torch.nn.Module) -> torch.dtype:
+    """Return the dtype of a chunk's weights; that of the model if the chunk is an empty stage."""
+    parameter = next(chunk.parameters(), None)
+    found: torch.dtype = chunk.config.params_dtype if parameter is None else parameter.dtype  # type: ignore[assignment, union-attr]
+    return found
+
+
 def to_torch(array: NumpyArray) -> Tensor:
     """Return a tensor over the memory of ``array``."""
     if array.dtype == numpy_dtype("BF16"):

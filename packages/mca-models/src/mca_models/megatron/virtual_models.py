@@ -259,8 +259,10 @@ class VirtualModels(torch.nn.Module):
                 f"the model has a head for {self.config.head.head_kind}, not a vocabulary: it has no log_probs"
                 "; load a language model"
             )
+        packed = packed or cu_seqlens is not None
         require_same_arguments(
             "log_probs",
+            packed=packed,
             temperature=temperature,
             entropy=entropy,
             micro_batch_size=micro_batch_size,
@@ -270,7 +272,6 @@ class VirtualModels(torch.nn.Module):
         )
         if to not in ("all", "replicas"):
             raise McaError(f"to={to!r} is none of all, replicas")
-        packed = packed or cu_seqlens is not None
         values = model_log_probs(
             self,
             lambda: Batch(

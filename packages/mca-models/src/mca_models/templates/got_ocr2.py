@@ -38,7 +38,8 @@ def tensors(config: McaModelConfig) -> Shapes:
     width, out = vision.size("hidden_size", 768), vision.size("output_channels", 256)
     side, patch = patches_per_side(vision), vision.size("patch_size", 16)
     everywhere = vision.indexes("global_attn_indexes", (2, 5, 8, 11))
-    no_windows = vision.values.get("window_size") == 0  # as in transformers: every layer attends everywhere
+    given = vision.values.get("window_size", 14)
+    no_windows = type(given) is int and given == 0  # as in transformers: every layer attends everywhere
     window = side if no_windows else vision.size("window_size", 14)
     return {
         f"{TOWER}patch_embed.projection.weight": (width, vision.size("num_channels", 3), patch, patch),

@@ -78,6 +78,7 @@ FAMILY = vision_language_family(
         projector=(MERGER,),
         unused=lambda config: () if merges_windows(config) else (WINDOWS,),
         image_tokens="numbered_slices",
+        video_tokens="slices",
         tokens_of_size=tokens_of_size,
     ),
     NestedTextConfig(text_model_type=""),

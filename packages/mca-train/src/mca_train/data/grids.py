@@ -20,7 +20,7 @@ class Grid:
         tile_columns: Columns of its tiles; known while a row is read.
         tile_tokens: Placeholders of a tile next to a whole image of others; known while a row is read.
         sound: Placeholders of the sound of a video, between those of its frames.
-        number: Number of the medium in its sequence, for families that write it.
+        number: Number among the images of its sequence, its videos, or its clips.
     """
 
     rows: int

@@ -56,7 +56,7 @@ def image_tokens(
             f"images of {config.model_type} are not supported in rows: mca does not write the tokens that its "
             "processor puts around an image; remove the images from the rows of the dataset"
         )
-    processor, token = _processor(directories), placeholders(config.vision_fields).get("image")
+    processor, token = image_processor(directories), placeholders(config.vision_fields).get("image")
     if token is None:
         raise UsageError(
             f"config.json: image_token_id is missing, the placeholder of {config.model_type}"
@@ -91,7 +91,8 @@ def _tokens_per_image(config: McaModelConfig) -> int:
     return part.tokens_per_image(config)
 
 
-def _size_tokens(config: McaModelConfig) -> Callable[[int, int], int]:
+def size_tokens(config: McaModelConfig) -> Callable[[int, int], int]:
+    """Return the function from the height and width of an image, or its patches, to its tokens."""
     part = get_family(config.model_type).vision
     assert part is not None and part.tokens_of_size is not None, "the size of an image gives its tokens"
     return partial(part.tokens_of_size, config)
@@ -132,7 +133,7 @@ def _joined_tiles(
     processor: ImageProcessor, token: int, config: McaModelConfig, tokenizer: "PreTrainedTokenizerBase"
 ) -> ImageTokens:
     grids = _vision(config).get("image_grid_pinpoints")
-    count, part = _size_tokens(config), get_family(config.model_type).vision
+    count, part = size_tokens(config), get_family(config.model_type).vision
     if part is not None and part.tokens_together is not None:
         return LoneTileTokens(processor, token, count, grids, part.tokens_together(config))
     return JoinedTileTokens(processor, token, count, grids)
@@ -216,7 +217,7 @@ def _numbered_slices(
 ) -> ImageTokens:
     write = slice_writer(tokenizer, token, numbered=getattr(processor, "use_image_id", True))
     mode = _vision(config).get("downsample_mode", "16x")
-    return SliceTokens(processor, token, mode, _size_tokens(config), write)
+    return SliceTokens(processor, token, mode, size_tokens(config), write)
 
 
 def slice_writer(
@@ -349,7 +350,8 @@ _MAKERS: Mapping[str, _Maker] = {
 }
 
 
-def _processor(directories: Sequence[Path]) -> ImageProcessor:
+def image_processor(directories: Sequence[Path]) -> ImageProcessor:
+    """Return the image processor in the first of ``directories`` that has one."""
     # without torchvision, transformers 5.17 exports a dummy class that raises an error
     from transformers.models.auto.image_processing_auto import AutoImageProcessor
 

@@ -1,8 +1,6 @@
 """Image tokens of MiniCPM-V: the whole image behind its number, and its slices, all in their own proportions."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from itertools import count
 
 from torch import Tensor
 
@@ -42,7 +40,7 @@ class SliceTokens(ImageTokens):
         write: Write,
     ) -> None:
         super().__init__(processor, token, downsample_mode=mode)
-        self._mode, self._features, self._write = mode, features, write
+        self._mode, self.features, self._write = mode, features, write
         if not hasattr(processor, "get_sliced_grid") or not processor.do_resize:
             raise UsageError(
                 f"{type(processor).__name__}: this processor is not supported for MiniCPM-V; expected "
@@ -58,36 +56,31 @@ class SliceTokens(ImageTokens):
         sizes |= {"downsample_mode": self._mode}
         whole = own.find_best_resize(size, **sizes, allow_upscale=slices is None)
         if slices is None:
-            return self._sliced(0, 0, [self._of_pixels(*whole)])
+            return self.sliced(0, 0, [self._of_pixels(*whole)])
         rows, columns = slices
         high, wide = own.get_refine_size(size, slices, **sizes, allow_upscale=True)
-        return self._sliced(
+        return self.sliced(
             rows, columns, [self._of_pixels(*whole), self._of_pixels(high // rows, wide // columns)]
         )
 
     def _of_pixels(self, height: int, width: int) -> int:
-        return self._features(height // self.processor.patch_size, width // self.processor.patch_size)
+        return self.features(height // self.processor.patch_size, width // self.processor.patch_size)
 
     def _made(self, made: Mapping[str, Tensor]) -> list[Grid]:
-        left = [self._features(high, wide) for high, wide in made["target_sizes"].tolist()]
+        left = [self.features(high, wide) for high, wide in made["target_sizes"].tolist()]
         found = []
         for (rows, columns), number in zip(made["grids"], made["num_patches_per_image"], strict=True):
-            found.append(self._sliced(int(rows), int(columns), left[:number]))
+            found.append(self.sliced(int(rows), int(columns), left[:number]))
             left = left[number:]
         return found
 
     @staticmethod
-    def _sliced(rows: int, columns: int, features: Sequence[int]) -> Grid:
+    def sliced(rows: int, columns: int, features: Sequence[int]) -> Grid:
         """Return the grid of an image with these ``features`` of the whole and of a slice."""
         whole, piece = features[0], features[-1]
         return Grid(
             1, whole + rows * columns * piece, tile_rows=rows, tile_columns=columns, tile_tokens=piece
         )
-
-    def in_sequence(self, grids: Sequence[Grid]) -> list[Grid]:
-        """Return the grids of the media of one sequence, with the numbers of images."""
-        number = count()
-        return [replace(grid, number=next(number)) if grid.medium == "image" else grid for grid in grids]
 
     def ids(self, grid: Grid) -> list[int]:
         """Return the tokens of an image, including its number and marks."""

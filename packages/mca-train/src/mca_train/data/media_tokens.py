@@ -3,8 +3,10 @@
 `image_tokens`, `video_tokens` and `audio_tokens` count those of one medium.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -91,9 +93,12 @@ class MediaTokens:
             return videos.grid(facts)
 
     def in_sequence(self, grids: Sequence[Grid]) -> list[Grid]:
-        """Return the grids of the media of one sequence, each of which was found for its medium alone."""
-        is_known = any(grid.medium == IMAGE for grid in grids)
-        return self._images.in_sequence(grids) if is_known else list(grids)
+        """Return the grids of the media of one sequence, with their numbers; each was found for its medium alone."""
+        counts, numbered = Counter[str](), []
+        for grid in grids:
+            numbered.append(replace(grid, number=counts[grid.medium]))
+            counts[grid.medium] += 1
+        return self._images.in_sequence(numbered) if counts[IMAGE] else numbered
 
     def mark(self, tokenizer: "PreTrainedTokenizerBase") -> str:
         """Return the text of an image in plain text: a placeholder with the family's marks."""

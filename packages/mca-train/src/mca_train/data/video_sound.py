@@ -20,13 +20,8 @@ from mca_train.data.audio_tokens import AudioOptions, AudioTokens, audio_tokens
 from mca_train.data.grids import Grid
 from mca_train.data.message_parts import AUDIO, VIDEO
 from mca_train.data.video_files import Video, VideoFacts, VideoFile
-from mca_train.data.video_tokens import (
-    VideoOptions,
-    VideoTokens,
-    media_marks,
-    positions_per_second,
-    video_tokens,
-)
+from mca_train.data.video_processors import media_marks, positions_per_second, video_tokens
+from mca_train.data.video_tokens import VideoOptions, VideoTokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -1,17 +1,19 @@
 """Frames, token counts and pixel tensors of videos, from the video processor of the checkpoint.
 
+`video_processors` chooses one for a model.
+
 Qwen 2 VL, 2.5 VL   the frames follow one another, in Qwen 2.5 VL with time positions in seconds
 Qwen 2.5, 3 Omni    the same, in seconds of the requested rate, and text behind the last frame's time
 Qwen 3 VL, 3.5      each frame is between two marks, behind its time in words
 GLM-4V, 4.6V        each frame is an image, in front of its time
 InternVL            each frame is an image, behind its number
 Gemma 4             each frame is between two marks, behind its minutes and seconds
+MiniCPM-V           each frame is an image with slices, all behind the number of the video
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,17 +21,18 @@ import torch
 from torch import Tensor
 
 from mca_config.errors import McaError, UsageError
-from mca_config.model_config import McaModelConfig
-from mca_models.media import ImageSpan, placeholders
-from mca_models.templates import get_family
+from mca_models.media import ImageSpan
+from mca_models.megatron.features.media_features import split_patches
 from mca_models.templates.parts.vision_tower import VideoRules
 from mca_train.data.grids import Grid
-from mca_train.data.image_processors import frame_title, internvl_marks, pooled_marks
-from mca_train.data.image_tokens import load_processor, require_unchanged
+from mca_train.data.image_processors import (
+    frame_title,
+)
+from mca_train.data.image_slices import SliceTokens
+from mca_train.data.image_tokens import locate_runs, require_unchanged
 from mca_train.data.patch_grids import resized_sides
-from mca_train.data.placeholders import media_fields
 from mca_train.data.pooled_patches import grids_of_positions, pooled_sides, without_padding
-from mca_train.data.video_files import Video, VideoFacts, require_video_packages
+from mca_train.data.video_files import Video, VideoFacts
 from mca_train.types import ImageProcessor
 
 if TYPE_CHECKING:
@@ -91,12 +94,7 @@ class VideoTokens:
         Raises:
             McaError: The video is too long, or the processor does not support its size.
         """
-        limit = self._options.max_seconds
-        if limit is not None and facts.seconds > limit:
-            raise McaError(
-                f"it lasts {facts.seconds:.1f} seconds, more than video_max_seconds {limit:g}; cut it, raise "
-                "video_max_seconds, or remove the row"
-            )
+        self._require_short(facts)
         own, indices = self.processor, self._sampled(facts)
         try:
             rows, columns = self._sides(facts.height, facts.width, len(indices))
@@ -111,6 +109,15 @@ class VideoTokens:
                 "tokens; set cap_pixels_per_frame to false in video_preprocessor_config.json"
             )
         return Grid(rows, columns, frames, self._interval(facts, len(indices)), self._times(facts, indices))
+
+    def _require_short(self, facts: VideoFacts) -> None:
+        """Raise an error for a video that is too long."""
+        limit = self._options.max_seconds
+        if limit is not None and facts.seconds > limit:
+            raise McaError(
+                f"it lasts {facts.seconds:.1f} seconds, more than video_max_seconds {limit:g}; cut it, raise "
+                "video_max_seconds, or remove the row"
+            )
 
     def _resized_sides(self, processor: ImageProcessor) -> Callable[[int, int, int], tuple[int, int]]:
         """Return the function from height, width and number of frames to the rows and columns of tokens."""
@@ -431,6 +438,82 @@ class PooledFrameTokens(_EvenFrames):
         }
 
 
+class SliceVideoTokens(_EvenFrames):
+    """Video tokens of MiniCPM-V: each frame is an image with slices, all behind the number of the video.
+
+    Args:
+        processor: As in `VideoTokens`.
+        options: Options of the run.
+        slices: Tokens of a frame, with the placeholder of videos.
+
+    Raises:
+        UsageError: The options or the processor are not supported.
+    """
+
+    _length = 1
+
+    def __init__(self, processor: ImageProcessor, options: VideoOptions, slices: SliceTokens) -> None:
+        super().__init__(processor, slices.token, options)
+        if options.fps is not None:
+            raise UsageError(
+                f"video_fps is {options.fps:g}, but {type(processor).__name__} takes one frame of each second; leave "
+                "it out"
+            )
+        if processor.stack_frames > 1:
+            raise UsageError(
+                f"video_preprocessor_config.json: stack_frames is {processor.stack_frames}; expected 1: frames "
+                "that are stacked into one are not supported"
+            )
+        processor.max_num_frames = min(
+            processor.max_num_frames, options.max_frames or processor.max_num_frames
+        )
+        self._slices = slices
+
+    def grid(self, facts: VideoFacts) -> Grid:
+        """Return the grid of a video.
+
+        Raises:
+            McaError: The video is too long.
+        """
+        self._require_short(facts)
+        frame = self._slices.grid(facts.height, facts.width)
+        return replace(frame, frames=len(self._sampled(facts)))
+
+    def _sample(self, facts: VideoFacts) -> tuple[int, ...]:
+        """Return the indices of the frames that the model sees, one of each second."""
+        from transformers.video_utils import VideoMetadata
+
+        known = VideoMetadata(total_num_frames=facts.frames, fps=facts.fps, duration=facts.seconds)
+        found = self.processor.sample_frames(metadata=known)
+        return tuple(min(int(index), facts.frames - 1) for index in found)
+
+    def ids(self, grid: Grid) -> list[int]:
+        """Return the tokens that replace one placeholder of the chat template."""
+        return self._slices.ids(grid)
+
+    def marks(self, grid: Grid) -> tuple[Sequence[int], Sequence[int]]:
+        """Return the number and the mark before a video, and the mark after it."""
+        return self._slices.marks(grid)
+
+    def locate(self, where: Sequence[int], grid: Grid) -> list[ImageSpan]:
+        """Return one location for each frame and each slice."""
+        return locate_runs(where)
+
+    def tensors(self, video: Video, grid: Grid) -> dict[str, Tensor]:
+        """Return the inputs of the vision tower for ``video``: its frames, each an image with slices.
+
+        Raises:
+            McaError: The video cannot be read, or has changed since its placeholders were counted.
+        """
+        made = self._processed(video, grid)
+        sizes, layouts = made["target_sizes_videos"], made["grids_videos"].tolist()
+        of_frame = sizes[: len(sizes) // len(layouts)].tolist()  # the whole, and its slices
+        (rows, columns), *_ = layouts
+        found = self._slices.sliced(rows, columns, [self._slices.features(*size) for size in of_frame])
+        require_unchanged(f"video {video.place}", grid, replace(found, frames=len(layouts)))
+        return {"pixel_values": split_patches(made["pixel_values_videos"]), "target_sizes": sizes}
+
+
 def _apply_options(processor: ImageProcessor, options: VideoOptions, fps: float) -> None:
     if options.fps is not None:
         processor.fps, processor.num_frames = options.fps, None
@@ -449,77 +532,3 @@ def _apply_options(processor: ImageProcessor, options: VideoOptions, fps: float)
         processor.num_frames = processor.num_frames and min(most, processor.num_frames)
     if getattr(processor, "cap_pixels_per_frame", False) is None:
         processor.cap_pixels_per_frame = False  # the default, of which transformers warns
-
-
-def video_tokens(
-    config: McaModelConfig,
-    directories: Sequence[Path],
-    tokenizer: "PreTrainedTokenizerBase",
-    options: VideoOptions,
-) -> VideoTokens:
-    """Return the video tokens of a model, whose video processor is in one of ``directories``.
-
-    Raises:
-        UsageError: The model does not support videos, a package is missing, or there is no processor.
-    """
-    vision = media_fields(config, tokenizer)
-    part = get_family(config.model_type).vision if vision is not None else None
-    if vision is None or part is None or part.video_tokens is None:
-        raise UsageError(f"a {config.model_type} model does not support videos; remove them from the rows")
-    token = placeholders(vision).get("video")
-    if token is None:
-        raise UsageError(
-            f"config.json: video_token_id is missing, the placeholder of {config.model_type}"
-            "; take the config.json that was published with the model"
-        )
-    require_video_packages()
-    processor = _processor(directories)
-    if part.video_tokens == "numbered":
-        image, length = placeholders(vision)["image"], vision.get("image_seq_length", 256)
-        own = internvl_marks(tokenizer)
-        return NumberedFrameTokens(processor, image, options, own, tokenizer, length=length)
-    if part.video_tokens == "pooled":
-        assert part.tokens_per_frame is not None, "pooled frames have a fixed number of features"
-        return PooledFrameTokens(processor, token, options, part.tokens_per_frame(config))
-    if part.video_tokens == "minutes":
-        return PooledVideoTokens(processor, token, options, pooled_marks(vision), tokenizer)
-    if part.video_tokens in ("second_after", "seconds_after"):
-        marks, whole = media_marks(config, "image"), part.video_tokens == "second_after"
-        return FrameImageTokens(
-            processor, placeholders(vision)["image"], options, marks, tokenizer, whole=whole
-        )
-    if part.video_tokens == "timestamps":
-        marks = media_marks(config, "vision")
-        made: VideoTokens = TimedVideoTokens(processor, token, options, marks, tokenizer)
-    else:
-        made = VideoTokens(processor, token, options, positions_per_second(config), part.video_rules)
-    keys = (f"vision_{side}_token_id" for side in ("start", "end"))
-    made.before, made.after = ([vision[key]] if key in vision else () for key in keys)
-    return made
-
-
-def positions_per_second(config: McaModelConfig) -> float | None:
-    """Return the time positions of a second of video; None: each frame has one."""
-    part, vision = get_family(config.model_type).vision, config.vision_fields or {}
-    if part is None or part.tokens_per_second is None:
-        return None
-    if part.video_rules is not None:
-        return float(vision.get("position_id_per_seconds", part.tokens_per_second))
-    return float(vision.get("vision_config", {}).get("tokens_per_second", part.tokens_per_second))
-
-
-def media_marks(config: McaModelConfig, medium: str) -> tuple[int, int]:
-    """Return the ids of the tokens before and after a frame, or a clip."""
-    vision = config.vision_fields or {}
-    keys = [f"{medium}_{side}_token_id" for side in ("start", "end")]
-    if missing := [key for key in keys if key not in vision]:
-        raise UsageError(f"config.json: {' and '.join(missing)} of {config.model_type} is missing")
-    return int(vision[keys[0]]), int(vision[keys[1]])
-
-
-def _processor(directories: Sequence[Path]) -> ImageProcessor:
-    from transformers.models.auto.video_processing_auto import AutoVideoProcessor
-
-    return load_processor(
-        directories, AutoVideoProcessor.from_pretrained, "rows have videos, and there is no video processor"
-    )

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mca_config.types import JsonObject
+from mca_models.megatron import platform
 from mca_models.megatron.distributed import parallel
 from mca_models.megatron.features.mtp_media import widened_length
 from mca_models.megatron.features.router_replay import (
@@ -18,6 +19,7 @@ from mca_models.megatron.features.router_replay import (
 )
 from mca_models.megatron.layers.attention import set_packed_lengths
 from mca_models.megatron.layers.rope import length_dependent_ropes, set_longest_sequence
+from mca_models.megatron.tensors import weights_dtype
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.engine.ddp_wrappers import gathered_params
 from mca_train.engine.stopwatch import Stopwatch
@@ -167,14 +169,13 @@ class Pipeline:
             ends["feature_rows"] = batch.feature_rows
         if batch.images is None:
             return ends
-        dtype = next(self.chunks[0].parameters()).dtype
+        dtype = weights_dtype(self.chunks[0])
         images = {name: x.to(dtype) if x.is_floating_point() else x for name, x in batch.images.items()}
         return {"images": images, **ends}
 
     @property
     def _device(self) -> torch.device:
-        parameter: Tensor = next(self.chunks[0].parameters())
-        return parameter.device
+        return platform.current_device()  # a stage may have no parameters
 
 
 def _packed_params(batch: MicroBatch, on_host: Tensor | None) -> Upstream:

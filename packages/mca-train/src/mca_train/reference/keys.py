@@ -100,9 +100,15 @@ def declared_keys(cls: type, group: str) -> Iterator[Key]:
                 name=field.name,
                 hint=hints[field.name],
                 default=_default(field),
-                help=re.sub(r"\bNone:", "unset:", " ".join(str(field.metadata.get("help", "")).split())),
+                help=_help_text(str(field.metadata.get("help", ""))),
                 group=group,
             )
+
+
+def _help_text(text: str) -> str:
+    """Return a help text in one line, with "unset" for the None of Python."""
+    line = " ".join(text.split())
+    return re.sub(r"\bNone:", "unset:", re.sub(r"(?<=\. )None:", "Unset:", line))
 
 
 def _default(field: "dataclasses.Field[Typed]") -> Typed:

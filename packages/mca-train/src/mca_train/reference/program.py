@@ -20,6 +20,10 @@ _TEXT = (
     "Trains a Hugging Face or MCA checkpoint with Megatron, over tensor, pipeline, virtual pipeline, context, expert "
     "and data parallel ranks. Starts its own local ranks, unless torchrun did."
 )
+_LAUNCH = (
+    "mca-train KIND run.yaml starts the ranks of this machine; torchrun --nproc-per-node N -m mca_train KIND run.yaml "
+    "those of several"
+)
 _NOTES = """\
 CONFIG.yaml holds `key: value` lines. Every key is also a flag, with - or _, and the flag wins; flags alone do too.
 Keys are those of Hugging Face's TrainingArguments, the parallel arguments of mca, and:
@@ -65,6 +69,10 @@ def program() -> Program:
         commands=kinds | _plans() | _files() | _reference(),
         notes=_NOTES.replace("{kinds}", ", ".join(TASKS)),
         examples=_EXAMPLES,
+        other_commands={
+            **dict.fromkeys(("launch", "run"), _LAUNCH),
+            **dict.fromkeys(("train", "finetune"), f"name a kind of run: {', '.join(TASKS)}"),
+        },
     )
 
 

@@ -25,7 +25,7 @@ _IMAGES = (
 )
 _SECONDS = ("second_per_grid_ts", "video_second_per_grid")
 """Seconds from one frame of each video to the next, by processor."""
-_VIDEOS = ("pixel_values_videos", "video_grid_thw", "video_position_ids", *_SECONDS)
+_VIDEOS = ("pixel_values_videos", "video_grid_thw", "video_position_ids", "target_sizes_videos", *_SECONDS)
 _UNREAD = (
     *("input_ids", "attention_mask", "position_ids", "rope_deltas", "token_type_ids", "mm_token_type_ids"),
     *("num_patches", "num_crops", "aspect_ratios", "rows", "cols", "image_rows", "image_cols"),
@@ -281,6 +281,9 @@ def _videos(inputs: JsonObject, config: McaModelConfig) -> Iterator[_Item]:
             "pixel_values": pixels.flatten(0, -3),
             "image_position_ids": inputs["video_position_ids"].flatten(0, -3),
         }
+        yield from (_Item(frame.arguments, frame.rows) for frame in split_images(frames, config))
+    elif "target_sizes_videos" in inputs:
+        frames = {"pixel_values": split_patches(pixels), "target_sizes": inputs["target_sizes_videos"]}
         yield from (_Item(frame.arguments, frame.rows) for frame in split_images(frames, config))
     elif family.video_tokens == "pooled":
         for video in pixels.split(1):

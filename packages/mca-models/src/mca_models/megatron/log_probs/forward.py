@@ -54,6 +54,7 @@ from mca_models.megatron.layers.zigzag import rank_token_ranges, take_rank_token
 from mca_models.megatron.live_model import LiveModel
 from mca_models.megatron.log_probs.chunks import ChunkedOutput, preserved_output, token_values
 from mca_models.megatron.log_probs.vocabulary import TokenValues
+from mca_models.megatron.tensors import weights_dtype
 from mca_models.megatron.types import GptModel, MegatronModule, PackedSeqParams
 
 
@@ -300,7 +301,7 @@ class _Rows:
             local = tokens[..., own]
             media = self._joined_media(number, decodes=decodes)
             yield {
-                **media.keywords(next(chunk.parameters()).dtype),
+                **media.keywords(weights_dtype(chunk)),
                 "input_ids": local[0].contiguous(),
                 "labels": local[1].contiguous(),
                 "position_ids": local[2].contiguous() if media.sections is None else media.sections,

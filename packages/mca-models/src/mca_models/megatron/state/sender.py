@@ -159,7 +159,7 @@ class WeightSender:
         Args:
             full: Send all weights, for example to an engine that was restarted.
         """
-        before = None if full else self._digests
+        before = None if self._sends_all(full) else self._digests
         self._digests, self._current = None, None  # an interrupted send must be repeated in full
         base = None if before is None else self.version
         records: list[TensorRecord] = []
@@ -176,6 +176,18 @@ class WeightSender:
         self.version += 1
         receives = self._models.rank_context.rank in self._request.targets(self._models.rank_context)
         self.manifest = WeightManifest(self.version, base, tuple(records)) if receives else None
+
+    def _sends_all(self, full: bool) -> bool:
+        """Return whether any rank must send all weights, and take over the latest version; collective.
+
+        A rank that stopped at the last bucket has an interrupted send, which the others completed.
+        """
+        state = torch.tensor(
+            [full or self._digests is None, self.version], dtype=torch.int64, device=platform.current_device()
+        )
+        torch.distributed.all_reduce(state, torch.distributed.ReduceOp.MAX)
+        everything, self.version = state.tolist()
+        return bool(everything)
 
     def _records(self, bucket: WeightBucket) -> Iterator[TensorRecord]:
         for entry in bucket.entries:

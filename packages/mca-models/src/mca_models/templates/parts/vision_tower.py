@@ -55,11 +55,12 @@ proportions (``thumbnail_tiles``); the whole image behind its number and before 
 (``word_marks``). Chat templates write a word for an image of these and of ``word_tiles``, which are ``tiles``."""
 
 VideoTokenKind = Literal[
-    "together", "timestamps", "second_after", "seconds_after", "minutes", "numbered", "pooled"
+    "together", "timestamps", "second_after", "seconds_after", "minutes", "numbered", "pooled", "slices"
 ]
 """Frames of a video one after the other, or so with a feature at the end (``pooled``); each between marks behind its
 time in words (``timestamps``), its minutes and seconds (``minutes``) or its number (``numbered``), or in front of its
-whole second (``second_after``) or its seconds (``seconds_after``), as an image."""
+whole second (``second_after``) or its seconds (``seconds_after``), as an image;
+or as an image and its slices (``slices``)."""
 
 _TEXT, _HEAD = "model.", "lm_head."
 _KEYS = (

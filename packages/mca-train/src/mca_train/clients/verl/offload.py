@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, UntypedStorage
 
+from mca_models.megatron import platform
 from mca_train.engine.pipeline import Pipeline
 from mca_train.types import MegatronOptimizer, Upstream
 
@@ -108,7 +109,7 @@ def optimizer_storages(pipeline: Pipeline, optimizer: MegatronOptimizer) -> Stor
         optimizer: Megatron's, single or chained.
     """
     model = model_storages(pipeline)
-    device = next(pipeline.chunks[0].parameters()).device.type
+    device = platform.current_device().type
     found = storages(_optimizer_tensors(optimizer), without=[*model, *gradient_storages(pipeline)])
     return {key: each for key, each in found.items() if each.device.type == device}
 

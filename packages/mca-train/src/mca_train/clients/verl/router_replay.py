@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from mca_config.errors import McaError
+from mca_models.megatron import platform
 from mca_models.megatron.distributed import parallel
 from mca_models.megatron.features.router_replay import LIVE, recorded_experts, require_experts
 from mca_train.batching.micro_batch import MicroBatch
@@ -78,7 +79,7 @@ def recorded_routing(models: VirtualModels, batches: Sequence[MicroBatch]) -> li
     shape = require_experts(models.config, "engine.router_replay.mode: R2")
     tensor, splits = parallel.tensor_group(), bool(models.megatron.sequence_parallel)
     groups = [parallel.pipeline_group(), *([tensor] if splits else [])]
-    device = next(models.chunks[0].parameters()).device
+    device = platform.current_device()
     nested = []
     for number, batch in enumerate(batches):
         assert isinstance(batch, VerlMicroBatch)

@@ -12,6 +12,7 @@ from mca_models.media import placeholders, positions
 from mca_models.megatron.distributed import parallel
 from mca_models.megatron.features.sequence_media import media_joiner
 from mca_models.megatron.layers.zigzag import take_rank_tokens
+from mca_models.megatron.tensors import weights_dtype
 from mca_train.clients.sample_media import MEDIA_INPUTS, ROLL, BatchMedia
 from mca_train.data.sample_images import SampleImages
 from mca_train.types import Chunk
@@ -58,7 +59,7 @@ class MediaInputs:
         tokens, theirs = given["input_ids"], given.pop("position_ids", None)
         spans = self._located(tokens.cpu(), theirs, given.pop("attention_mask", None), media)
         joined = self._join(spans, [tokens.shape[1]] * len(tokens), _cut, packed=False).to(tokens.device)
-        images = joined.keywords(next(chunk.parameters()).dtype)
+        images = joined.keywords(weights_dtype(chunk))
         ours = {"input_ids": _cut(tokens, 1), "attention_mask": None, "position_ids": joined.sections}
         return args, given | ours | images
 
