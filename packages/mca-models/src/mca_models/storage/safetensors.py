@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from mmap import ACCESS_READ, ALLOCATIONGRANULARITY, mmap
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +57,16 @@ class TensorInfo:
 
         if self.nbytes == 0:
             return np.empty(self.shape, numpy_dtype(self.dtype))
-        with naming_read_errors(self.file):
-            try:
-                flat = np.memmap(self.file, np.uint8, "r", self.offset, (self.nbytes,))
+        skipped = self.offset % ALLOCATIONGRANULARITY
+        with naming_read_errors(self.file), self.file.open("rb") as file:
+            try:  # np.memmap does the same, and resolves the path each time
+                pages = mmap(
+                    file.fileno(), skipped + self.nbytes, access=ACCESS_READ, offset=self.offset - skipped
+                )
             except ValueError:
                 raise McaError(f"{self.file}: ended inside tensor {self.name}; was it changed?") from None
-        # the plain ndarray view: memmap's subclass machinery is slow on every slice
-        return flat.view(np.ndarray).view(numpy_dtype(self.dtype)).reshape(self.shape)
+        flat = np.frombuffer(pages, np.uint8, offset=skipped)
+        return flat.view(numpy_dtype(self.dtype)).reshape(self.shape)
 
     def read(self, start: int = 0, stop: int | None = None) -> NumpyArray:
         """A fresh array of rows ``start:stop`` (of everything, for a scalar)."""
