@@ -208,10 +208,12 @@ def test_random_states_are_loaded_on_all_ranks_or_none(
 ) -> None:
     loaded: list[Any] = []
     monkeypatch.setattr(training_state, "run_on_all_ranks_unwrapped", lambda work: [work(), matches[1]])
-    monkeypatch.setattr(training_state, "matches_layout", lambda folder, ranks: matches[0])
+    asked: list[Any] = []
+    monkeypatch.setattr(training_state, "matches_layout", lambda *args: (asked.append(args), matches[0])[1])
     monkeypatch.setattr(training_state, "load_rng", lambda folder, ranks: loaded.append((folder, ranks.rank)))
     state_of(calls)[0].load_rng(tmp_path, drops=False)
     assert loaded == ([(tmp_path / "training", 3)] if all(matches) else [])
+    assert [(folder, ranks.rank) for folder, ranks in asked] == [(tmp_path / "training", 3)]
 
 
 def parameter(value: float, dtype: torch.dtype = torch.float32) -> nn.Parameter:
@@ -399,3 +401,74 @@ def test_weights_of_another_model_are_an_error(
     with pytest.raises(UsageError, match=message):
         model.load_weights(live, tmp_path)
     assert made == []
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_the_state_of_a_gpu_is_restored_where_there_is_one(
+    has_gpu: bool, tmp_path: Path, tracker: Tracker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = [torch.arange(3, dtype=torch.uint8)]
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: states[-1])
+    monkeypatch.setattr(torch.cuda, "set_rng_state", states.append)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for _ in range(2):  # the folder may exist
+        rng.save_rng(tmp_path / "new", ranks_of())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    rng.load_rng(tmp_path / "new", ranks_of())
+    assert [state.tolist() for state in states] == [[0, 1, 2]] * (1 + has_gpu)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    rng.save_rng(tmp_path / "new", ranks_of())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    rng.load_rng(tmp_path / "new", ranks_of())
+    assert len(states) == 1 + has_gpu, "the file has no state of a GPU"
+
+
+def test_states_without_a_layout_are_states(tmp_path: Path, tracker: Tracker) -> None:
+    rng.save_rng(tmp_path, ranks_of())
+    file = tmp_path / "rng_3.safetensors"
+    metadata = {key: text for key, text in rng.read_header(file).metadata.items() if key != "layout"}
+    save_file(load_file(file), file, metadata=metadata)
+    expected = draws()
+    rng.load_rng(tmp_path, ranks_of())
+    assert draws() == expected
+    assert not rng.matches_layout(tmp_path, ranks_of())
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_ranks_are_seeded_again_only_for_dropout(drops: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[Any] = []
+    monkeypatch.setattr(rng, "has_dropout", lambda model: drops)
+    monkeypatch.setattr(rng.parallel, "seed_device", lambda *args: seeds.append(args))
+    live: Any = SimpleNamespace(rank_context="context")
+    rng.seed_dropout(live, 5)
+    assert seeds == ([(5, "context")] if drops else [])
+
+
+@pytest.mark.parametrize("described", [None, "same", "other"])
+def test_an_adapter_is_loaded_onto_the_model_that_it_names(
+    described: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A directory of PEFT's does not describe its model."""
+    loaded: list[Path] = []
+    config = SimpleNamespace(to_fields=lambda: {"hidden_size": 2})
+
+    class Adapted:
+        load_pretrained = staticmethod(loaded.append)
+
+    def from_json(text: str, where: str) -> Any:
+        assert where == str(tmp_path / model.FILE_NAME)
+        return SimpleNamespace(to_fields=lambda: {"hidden_size": 2 if text == "same" else 3})
+
+    live: Any = Adapted()
+    live.config = config
+    monkeypatch.setattr(model, "PeftModels", Adapted)
+    monkeypatch.setattr(model, "McaModelConfig", SimpleNamespace(from_json=from_json))
+    if described is not None:
+        (tmp_path / model.FILE_NAME).write_text(described)
+    if described == "other":
+        with pytest.raises(UsageError, match="hidden_size is 3 there, 2 here"):
+            model.load_weights(live, tmp_path)
+        assert loaded == []
+        return
+    model.load_weights(live, tmp_path)
+    assert loaded == [tmp_path]
