@@ -272,44 +272,50 @@ def test_training_starts_from_an_id(hub, tmp_path, monkeypatch, capsys):
     )
 
 
-@pytest.mark.parametrize("command", [("sft",), ("plan", "sft")])
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (
-            ["--model_name_or_path", "org/none"],
-            "model_name_or_path: org/none: no such directory is here, and",
-        ),
-        (
-            ["--model_name_or_path", "org/model", "--tensor_model_parallel_size", "3"],
-            "cannot be divided by tensor_model_parallel_size 3",
-        ),
-        (
-            ["--model_name_or_path", "org/model", "--lora_rank", "2", "--lora_target_modules", "q_prj"],
-            "['q_prj'] matches no linear",
-        ),
-    ],
+MISTAKES = (
+    (["--model_name_or_path", "org/none"], "model_name_or_path: org/none: no such directory is here, and"),
+    (
+        ["--model_name_or_path", "org/model", "--tensor_model_parallel_size", "3"],
+        "cannot be divided by tensor_model_parallel_size 3",
+    ),
+    (
+        ["--model_name_or_path", "org/model", "--lora_rank", "2", "--lora_target_modules", "q_prj"],
+        "['q_prj'] matches no linear",
+    ),
 )
-def test_mistakes_with_a_model_of_the_hub_are_found_before_torch_is_imported(
-    command, flags, message, hub, tmp_path
-):
+"""Flags and the message about them."""
+
+
+def test_mistakes_with_a_model_of_the_hub_are_found_before_torch_is_imported(hub, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "hello there"}\n')
-    words = [*command, "--train_file", "a.jsonl", *flags]
-    words += ["--output_dir", "out"] if command == ("sft",) else []
+    common = ["--train_file", "a.jsonl", "--output_dir", "out"]
+    commands = [[*name, *common, *flags] for flags, _ in MISTAKES for name in (["sft"], ["plan", "sft"])]
     code = f"""
-import sys
+import contextlib, io, json, sys
 from mca_train.cli import main
-code = main({words!r})
-print([name for name in ("torch", "transformers") if name in sys.modules])
-sys.exit(code)
+found = []
+for words in {commands!r}:
+    text = io.StringIO()
+    with contextlib.redirect_stderr(text), contextlib.redirect_stdout(text):
+        code = main(words)
+    found.append([code, text.getvalue(), [name for name in ("torch", "transformers") if name in sys.modules]])
+print(json.dumps(found))
 """
-    environment = {key: value for key, value in _environment(hub, tmp_path / "cache").items() if value}
+    environment = _environment(hub, tmp_path / "cache")
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=tmp_path
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=environment,
+        cwd=tmp_path,
     )
-    assert done.returncode == 2
-    assert message in done.stdout + done.stderr
-    assert "[]" in done.stdout, done.stderr
+    messages = [message for _, message in MISTAKES for _ in range(2)]
+    for words, message, (exit_code, text, heavy) in zip(
+        commands, messages, json.loads(done.stdout), strict=True
+    ):
+        assert (exit_code, heavy) == (2, []), (words, text)
+        assert message in text, words
     assert not hub.downloads(".safetensors") and not hub.downloads("tokenizer.json")
 
 

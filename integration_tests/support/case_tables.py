@@ -177,6 +177,7 @@ IMAGES = tuple(
         *product(SPARSE_VISION, (*_COMMON_VISION_LAYOUTS, "ep2", "tp2ep2etp1", "cp2ep2pp2")),
         *product(VIDEOS, (*_COMMON_VISION_LAYOUTS, "tp2cp2sp")),
         *product(SPARSE_VIDEOS, ("tp1", "ep2", "cp2packed")),
+        *product(("minicpmv4_6-4x",), ("tp1", "tp2sp", "cp2packed")),
     )
     # vision features enter after each of the first two layers, so a first stage of one layer raises an error
     if not (case.model in ("qwen3_vl", "qwen3_vl_moe") and "vpp2" in case.layout)
@@ -238,7 +239,7 @@ TE_MEDIA = tuple(
         (
             *("qwen2_audio", "qwen3_asr", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"),
             *("gemma4-31b", "gemma4-e2b", "kimi_k25-moe", "cohere2_vision", "lfm3_vl", "lighton_ocr"),
-            *("qianfan_ocr", "got_ocr2", "glm_ocr"),
+            *("qianfan_ocr", "got_ocr2", "glm_ocr", "glmga", "minicpmv4_6"),
         ),
         ("tp2sp", "pp2", "cp2packed"),
     )

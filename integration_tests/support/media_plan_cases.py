@@ -158,10 +158,11 @@ REQUESTS: dict[str, tuple[str, Values, Values]] = {
     "joined tiles frozen": ("joined tiles", {"count": 1, "pixels": 500}, {}),
     "convolutions frozen": ("convolutions", {"count": 2}, {}),
     "kept scores frozen": ("kept scores", {"count": 2}, {}),
+    "merged windows frozen": ("merged windows", {"count": 2}, {}),
     "visual words frozen": ("visual words", {"count": 2}, {}),
     **{
         f"{name} of videos": (name, {"videos": 2, "frames": 6}, {"freeze": []})
-        for name in ("images", "lone tiles", "pooled")
+        for name in ("images", "lone tiles", "merged windows", "pooled")
     },
     **{
         name: (name, {"clips": 2}, {"freeze": []})

@@ -1,4 +1,4 @@
-"""Images that are cut into tiles, through ``mca-train sft`` with the checkpoint's own image processor.
+"""Images in tiles, or in patches of GLM, through ``mca-train sft`` with the checkpoint's own image processor.
 
 Losses and parameters are those of transformers with its processors. `--cases all` trains all families and layouts.
 """
@@ -25,6 +25,8 @@ import tiny_vision
 pytestmark = pytest.mark.ranks
 
 MODELS = (
+    "glm_ocr",
+    "glmga",
     "got_ocr2",
     "idefics3",
     "lfm2_vl",
@@ -92,6 +94,8 @@ def _inputs(kind: Any, expected: Any, asked: str, images: list[Any], said: str) 
     else:
         tokens = kind.tokenizer(whole)["input_ids"]
     ids = torch.tensor([tokens])
+    if "image_grid_thw" in found:
+        found["mm_token_type_ids"] = (ids == kind.config.vision_fields["image_token_id"]).int()
     answer = len(kind.tokenizer(f"{said}<|im_end|>\n")["input_ids"])
     labels = ids.masked_fill(torch.arange(len(tokens)) < len(tokens) - answer, -100)
     return {"input_ids": ids, "labels": labels, **{name: torch.as_tensor(x) for name, x in found.items()}}

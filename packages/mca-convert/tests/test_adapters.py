@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import peft
 import pytest
@@ -218,6 +219,22 @@ def test_plan_says_what_is_written(pair: tuple[Path, Path], tmp_path: Path, caps
     refused = planned(capsys, "--adapter_path", adapter)["refusals"]
     assert len(refused) == 1 and "does not describe its base model" in refused[0]
     assert "no adapter_config.json is there" in planned(capsys, "--adapter_path", base)["refusals"][0]
+
+
+@pytest.mark.cases(0, always=["qwen3_moe"])
+def test_the_space_that_an_adapter_needs_is_that_of_all_files(
+    pair: tuple[Path, Path], tmp_path: Path, capsys, monkeypatch
+) -> None:
+    base, adapter = pair
+    for to in ("mca", "hf"):
+        arguments, written = ["--checkpoint_path", base, "--adapter_path", adapter, "--to", to], tmp_path / to
+        run(*arguments, "--output_path", written)
+        sizes = [file.stat().st_size for file in written.rglob("*") if file.is_file()]
+        needed = sum(-(-size // 4096) for size in [*sizes, 1]) * 4096  # and the marker of the folder
+        for free in (needed - 1, needed):
+            monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
+            found = planned(capsys, *arguments, "--output_path", tmp_path / "more")["refusals"]
+            assert len(found) == (free < needed), (to, found)
 
 
 def test_casts_of_adapters_overflow_by_name(pair: tuple[Path, Path], tmp_path: Path, capsys) -> None:

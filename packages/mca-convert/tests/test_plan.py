@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from files import layout_flags as flags
 
+from mca_config.errors import McaError
 from mca_convert.cli import main
-from mca_convert.forecast import plan_stages
+from mca_convert.forecast import ConversionPlan, _Forecast, plan_stages
 
 CONFIGS = Path(__file__).parents[2] / "mca-models/tests/data/configs"
 # published model -> a layout that people train it in
@@ -306,3 +307,14 @@ def test_the_stages_of_a_dense_model_have_no_expert_files() -> None:
     file = "pp_000/tp_00.safetensors"
     (stage,) = plan_stages(SimpleNamespace(config=config, files={file: []}), {file: 7})  # type: ignore[arg-type]
     assert (stage.dense_bytes, stage.expert_bytes) == (7, 0)
+
+
+def test_steps_that_fail_alike_are_reported_once() -> None:
+    def fail(message: str) -> None:
+        raise McaError(message)
+
+    request: Any = None
+    made = _Forecast(request, ConversionPlan(source="model", target="mca"))
+    results = [made.attempt(lambda message=message: fail(message)) for message in ("a", "b", "a")]
+    assert results == [None] * 3 and made.plan.refusals == ["a", "b"]
+    assert made.attempt(lambda: 5) == 5

@@ -153,12 +153,13 @@ def test_side_files_go_along_both_ways(tiny, convert, tmp_path: Path) -> None:
         "loss.png",
         "report.html",
     )
-    for name in of_a_run:
+    data = ("train.jsonl", "eval.jsonl.zst", "part-0.parquet")
+    for name in of_a_run + data:
         (source / name).write_text("{}")
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**config, "unknown_field": [1, {"a": None}]}))
     mca = convert(source, "mca", tp=2)
-    assert not [name for name in of_a_run if (mca / name).exists()]
+    assert not [name for name in of_a_run + data if (mca / name).exists()]
     back = convert(mca, "hf")
     for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
         assert (back / name).read_bytes() == (source / name).read_bytes()

@@ -12,6 +12,8 @@ from transformers.models.clip.image_processing_pil_clip import CLIPImageProcesso
 from transformers.models.deepseek_vl.image_processing_pil_deepseek_vl import DeepseekVLImageProcessorPil
 from transformers.models.deepseek_vl.processing_deepseek_vl import DeepseekVLProcessor
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+from transformers.models.glmga.image_processing_pil_glmga import GlmgaImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.got_ocr2.processing_got_ocr2 import GotOcr2Processor
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
@@ -468,8 +470,32 @@ def minicpm(mode="16x", **options):
     return kind, expected
 
 
+def glm(model_type, images=Glm4vImageProcessorPil):
+    kind = Kind(
+        model_type,
+        ("<|image|>", "<|begin_of_image|>", "<|end_of_image|>", "<|video|>"),
+        images(patch_size=4, merge_size=2, size={"shortest_edge": 4 * 64, "longest_edge": 16 * 64}),
+        lambda ids: {
+            **{"image_token_id": ids[0], "image_start_token_id": ids[1], "image_end_token_id": ids[2]},
+            **{"video_token_id": ids[3], "vision_config": {}},
+        },
+        "<|begin_of_image|><|image|><|end_of_image|>",
+    )
+
+    def expected(text, images):  # its own processor needs torchvision for videos
+        made = kind.processor(images=images, return_tensors="pt")
+        for patches in made["image_grid_thw"].prod(1).tolist():
+            marked = "<|begin_of_image|>" + "<|image|>" * (patches // 4) + "<|end_of_image|>"
+            text = text.replace("@", marked, 1)
+        return kind.tokenizer(text)["input_ids"], dict(made)
+
+    return kind, expected
+
+
 KINDS = {
     "aya_vision": aya_vision,
+    "glm_ocr": partial(glm, "glm_ocr"),
+    "glmga": partial(glm, "glmga", GlmgaImageProcessorPil),
     "gemma4": gemma4,
     "gemma4_unified": partial(gemma4, "gemma4_unified"),
     "internvl": internvl,

@@ -228,3 +228,22 @@ def test_a_schedule_that_follows_another_metric_keeps_its_rate_alone(tmp_path):
         again = plateau(metric)
         again.load_state_dict(first.state_dict(), 0)
         assert (again.value, again.scheduler.best) == (first.value, best)
+
+
+def test_a_run_that_is_all_warm_up_is_refused_at_its_start(tmp_path):
+    """Transformers' polynomial schedule divides by the steps after the warm-up, at the end of the run."""
+    from mca_config.errors import McaError
+    from mca_train.lr_schedule import LearningRate, run_rate, schedule_problems
+
+    args = arguments(tmp_path, "polynomial")
+    assert not list(schedule_problems(args)), "the length of the run is not known yet"
+    rate = LearningRate(args, 4)
+    with pytest.raises(ZeroDivisionError):
+        for _ in range(4):
+            rate.step()
+    with pytest.raises(
+        McaError, match=r"polynomial .*warmup_steps \(the run has 4 steps, 4 of them of warm-up\)"
+    ):
+        run_rate(args, 4)
+    assert run_rate(args, 5).value == 0.0
+    assert run_rate(arguments(tmp_path, "linear"), 4).value == 0.0

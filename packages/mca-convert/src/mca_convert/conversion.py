@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -150,12 +150,18 @@ class Conversion:
         return records
 
 
-def bytes_on_disk(sizes: Iterable[int], source: Path) -> int:
+def bytes_on_disk(sizes: Iterable[int], source: Path, replaced: Collection[str] = ()) -> int:
     """Return the bytes that files of ``sizes`` and the side files of ``source`` occupy, in blocks of the disk.
 
     One more is for the marker of the folder in which they are written.
+
+    Args:
+        sizes: Sizes of the written files.
+        source: The source.
+        replaced: Names of side files that are written with other content.
     """
-    sizes = [*sizes, *(file.stat().st_size for file in side_files(source)), 1]
+    copied = (file.stat().st_size for file in side_files(source) if file.name not in replaced)
+    sizes = [*sizes, *copied, 1]
     return sum(-(-size // _BLOCK) * _BLOCK for size in sizes)
 
 

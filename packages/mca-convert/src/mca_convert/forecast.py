@@ -41,11 +41,13 @@ from mca_models.lora import (
     plan_adapter,
     with_layout,
 )
+from mca_models.lora.config import FILE_NAME
 from mca_models.lora.peft_directory import WEIGHTS
 from mca_models.quantization.fp8_tile import TILE_BYTES
 from mca_models.storage.atomic import staging_parent
 from mca_models.storage.dtypes import ITEM_SIZES, dtype_code
 from mca_models.storage.finite import named_counts
+from mca_models.storage.manifest import FileRecord
 from mca_models.storage.safetensors import TensorInfo, plan_file
 from mca_models.storage.source import ModelSource
 
@@ -301,6 +303,8 @@ class _AdapterForecast(_Forecast):
         self.path, self.from_mca = path, is_mca_adapter(path)
         target = conversion_target(request, from_megatron=self.from_mca)
         super().__init__(request, ConversionPlan(source=str(path), target=target, workers=1))
+        self._small: list[int] = []
+        """Sizes of the files of an MCA directory besides those of the adapter and its configuration."""
 
     def run(self) -> ConversionPlan:
         """Return the plan."""
@@ -320,8 +324,8 @@ class _AdapterForecast(_Forecast):
         self.attempt(lambda: self._plan_peft(written) if plan.target == "hf" else self._plan_mca(written))
         # the full adapter is in memory twice, as read and as written
         plan.peak_bytes = _anonymous_bytes() + plan.written_bytes
-        sizes = [*plan.files.values(), len(adapter.config.to_json())]
-        self.check_space(lambda: bytes_on_disk(sizes, path))
+        sizes = [*plan.files.values(), *self._small, len(adapter.config.to_json())]
+        self.check_space(lambda: bytes_on_disk(sizes, path, [FILE_NAME]))
         return plan
 
     def _open(self) -> Adapter:
@@ -356,6 +360,8 @@ class _AdapterForecast(_Forecast):
         folder = Path(iteration_name(1))
         self.plan.files = {name: plan_file(folder / name, target.specs(name)).nbytes for name in target.files}
         self.plan.written_bytes = sum(self.plan.files.values())
+        records = {name: FileRecord(size, 0) for name, size in self.plan.files.items()}
+        self._small = [len(content) for content in target.small_files(records).values()]
         self.plan.stages = list(plan_stages(target, self.plan.files))
 
 

@@ -1,8 +1,11 @@
 """Names, shards and modules of factors, by the linear that they adapt: literal tables."""
 
+import json
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
+import megatron.core.tensor_parallel
 import pytest
 import tiny_hf
 import torch
@@ -13,7 +16,7 @@ from mca_config.model_config import McaModelConfig
 from mca_models.lora import AdapterConfig, AdapterRules, rules_for_training
 from mca_models.lora.rules import factors_by_weight, rules_from_names
 from mca_models.megatron.peft.attach import LinearGroups, _lora
-from mca_models.megatron.peft.linear import LoraLinear, LoraWeight
+from mca_models.megatron.peft.linear import Axis, Cut, LoraLinear, LoraPart, LoraWeight
 from mca_models.templates import config_from_hf, get_family
 from mca_models.weights import Stage
 
@@ -237,3 +240,40 @@ def test_hooks_that_would_not_run_are_errors(
         return
     with pytest.raises(McaError, match=f"an adapter on .*{module}.* {message}"):
         module_on(case, module, **groups)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("forked", [False, True])
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("axis", ["rows", "columns", "none"])
+def test_ranks_drop_other_numbers_of_inputs_that_are_their_own(
+    axis: Axis, sequence: bool, forked: bool, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inputs differ where they are sharded: along the sequence, or by features of a column-sharded linear."""
+    forks: list[str] = []
+
+    class Tracker:
+        def fork(self) -> AbstractContextManager[None]:
+            forks.append("fork")
+            return nullcontext()
+
+    monkeypatch.setattr(megatron.core.tensor_parallel, "get_cuda_rng_tracker", Tracker)
+    group: Any = Group(size)
+    cut = Cut(axis, group, sequence=sequence, forked=forked)
+    lora = LoraLinear([LoraPart("q", 2, 1.0, 4)], cut, torch.zeros(4, 8), p=0.5)
+    x = torch.ones(64, 8)
+    dropped = lora._dropped(x)
+    assert set(dropped.flatten().tolist()) == {0.0, 2.0}
+    own = axis == "columns" or sequence
+    assert forks == (["fork"] if own and size > 1 and not forked else [])
+    assert lora.eval()._dropped(x) is x
+
+
+def test_a_written_configuration_is_sorted_text_with_its_patterns_in_order() -> None:
+    patterns = {"v_proj": 3, "k_proj": 2}
+    settings = {"target_modules": ["q_proj"], "rank_pattern": patterns, "base_model_name_or_path": "modèle"}
+    text = adapter_of(**settings).to_json()
+    assert text == json.dumps(json.loads(text), indent=2, ensure_ascii=False) + "\n"
+    found = json.loads(text)
+    assert [*found] == sorted({"peft_type", "r", "lora_alpha", *settings})
+    assert [*found["rank_pattern"].items()] == [*patterns.items()] and "modèle" in text

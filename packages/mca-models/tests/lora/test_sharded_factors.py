@@ -101,6 +101,7 @@ def test_the_product_on_each_rank_is_its_shard_of_the_full_product(
             group: Any = Group(rank, tp)
             ranks = LinearGroups(group, group, sequence_parallel=tp > 1)
             lora = _lora(pairs, torch.zeros(shard.shape), ranks, 0.0)
+            assert lora.state_dict().keys() == dict(lora.named_parameters()).keys()
             factors = {label: both for label, *both in lora.factors()}
             for pair in pairs:
                 for rule, live in zip((pair.a, pair.b), factors[pair.target.label], strict=True):

@@ -12,7 +12,7 @@ from mca_models.megatron.features.block import scaled_residual
 from mca_models.megatron.features.delta_rule import CHUNK, gated_delta_rule
 from mca_models.megatron.features.embedding import train_embedding_like_hf
 from mca_models.megatron.features.features import active_features
-from mca_models.megatron.features.group_router import GroupLimitedTopK, best_group_mask
+from mca_models.megatron.features.group_router import GROUP_ROUTER, GroupLimitedTopK, best_group_mask
 from mca_models.megatron.features.mamba import state_space
 from mca_models.megatron.features.moe import aux_loss_coefficient
 from mca_models.templates import config_from_hf
@@ -125,6 +125,20 @@ def test_residual_is_not_scaled_but_what_is_added() -> None:
 def config_of(case: str) -> McaModelConfig:
     model_type, different = tiny_hf.CASES[case]
     return config_from_hf({**tiny_hf.SIZE, "model_type": model_type, **different})
+
+
+@pytest.mark.parametrize(("score", "best"), [("max", 1), ("top_sum", 2)])
+@pytest.mark.parametrize(("group_topk", "groups_of_a_token"), [(None, 1), (2, 2)])
+def test_a_router_has_the_groups_of_its_model(
+    score: str, best: int, group_topk: int | None, groups_of_a_token: int
+) -> None:
+    class Router:
+        router_replay: GroupLimitedTopK
+
+    sizes = {"moe_router_num_groups": 2, "moe_router_group_topk": group_topk, "moe_router_group_score": score}
+    router = GROUP_ROUTER.router(Router, config_of("deepseek_v2").replace_fields(**sizes))
+    choice = router().router_replay
+    assert (choice.groups, choice.group_topk, choice.best) == (2, groups_of_a_token, best)
 
 
 def test_families_without_layers_of_their_own_have_no_other_features() -> None:

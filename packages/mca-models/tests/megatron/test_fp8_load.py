@@ -35,6 +35,11 @@ def test_scales_that_come_twice_are_reported_however_few_rows():
         ]
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_a_single_scale_of_any_shape_is_that_of_all_rows(shape: tuple[int, ...]) -> None:
+    assert faults(("w_scale_inv", torch.ones(shape))) == []
+
+
 @pytest.mark.parametrize("elements", [1, 1 << 22])
 def test_a_tensor_in_fp8_does_not_depend_on_the_rows_converted_at_a_time(
     elements: int, monkeypatch: pytest.MonkeyPatch

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mca_config.errors import McaError
-from mca_models.storage import staging_folder
+from mca_models.storage import atomic, staging_folder
 from mca_models.storage.atomic import AtomicDirectory, atomic_directory, move, write_file
 
 WRITER = """
@@ -382,3 +382,16 @@ def test_a_rename_that_the_kernel_refuses_has_its_reason(tmp_path: Path) -> None
             move("absent", folder, folder)
     finally:
         os.close(folder)
+
+
+def test_the_descriptor_of_the_directory_is_closed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process without standard input has it as number 0."""
+    made, closed = AtomicDirectory(tmp_path / "a"), list[int]()
+    os.close(made._content_fd)
+    made._content_fd = 0
+    monkeypatch.setattr(atomic, "close", closed.append)
+    made.discard()
+    made.discard()
+    assert closed == [0]

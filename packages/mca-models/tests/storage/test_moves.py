@@ -1,5 +1,8 @@
 """Byte moves against the algebra itself, for random shapes, rules and layouts."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -16,6 +19,7 @@ from mca_models.weights import (
     GroupedHeads,
     Param,
     Separate,
+    Shard,
     Transposed,
 )
 
@@ -177,3 +181,21 @@ def test_a_rule_that_loses_or_doubles_elements_is_refused(layout) -> None:
 def test_a_size_that_does_not_divide_is_refused() -> None:
     with pytest.raises(ValueError, match="does not divide"):
         plan_moves(Rule.from_param(Param(mca="x", hf=("x",), shard=ROW)), (6, 4), HF, 3)
+
+
+@dataclass(frozen=True)
+class EvenColumnsFirst:
+    """Stored matrix with the columns 0, 2, 4, ... before the columns 1, 3, 5, ..."""
+
+    def pack(self, parts: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
+        return tuple(np.concatenate([part[..., ::2], part[..., 1::2]], -1) for part in parts)
+
+    def unpack(self, stored: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
+        halves = [np.split(matrix, 2, -1) for matrix in stored]
+        return tuple(np.stack(both, -1).reshape(*both[0].shape[:-1], -1) for both in halves)
+
+
+@pytest.mark.parametrize("shard", [REPLICATED, COLUMN, ROW])
+def test_columns_that_change_their_order_are_moved_one_by_one(shard: Shard) -> None:
+    param = Param(mca="x", hf=("x",), shard=shard, hf_layout=EvenColumnsFirst())
+    check(param, numbered((4, 48)), [HF, 1, 2, 4])

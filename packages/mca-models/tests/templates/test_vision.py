@@ -398,3 +398,18 @@ def test_height_and_width_of_a_tower_are_kept_apart(case: str, sizes: dict[str, 
     family = get_family(hf["model_type"])
     config = family.with_checkpoint_names(config_from_hf(hf), expected.keys(), expected)
     assert family.hf_shapes(config) == expected
+
+
+@pytest.mark.parametrize("layer", [-1, 3, True, None, "1"])
+def test_a_tower_of_minicpm_merges_windows_behind_one_of_its_layers(layer: Any) -> None:
+    hf = tiny_vision.described("minicpmv4_6") | {"insert_layer_id": layer}
+    family, config = get_family("minicpmv4_6"), config_from_hf(hf)
+    assert family.vision is not None and family.vision.tokens_of_size is not None
+    with pytest.raises(
+        McaError, match=rf"'insert_layer_id' of config\.json is {layer!r}; expected a .* 0 to 2"
+    ):
+        family.vision.tokens_of_size(config, 8, 8)
+    without = config_from_hf(hf | {"downsample_mode": "4x"})
+    assert family.vision.tokens_of_size(without, 8, 8) == 16
+    with pytest.raises(McaError, match=r"'downsample_mode' of config\.json is '2x'; expected '16x' or '4x'"):
+        family.vision.tokens_of_size(config_from_hf(hf | {"downsample_mode": "2x"}), 8, 8)

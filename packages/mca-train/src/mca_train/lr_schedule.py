@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from mca_config.errors import McaError
+from mca_config.printable import counted
 from mca_config.types import JsonObject, Values
 from mca_train.config.early_rules import (
     SCHEDULE_ERRORS,
@@ -149,6 +151,25 @@ class LearningRate:
             return
         self.scheduler.last_epoch = rest["last_epoch"] if counts_steps else steps
         self._compute()
+
+
+def run_rate(training: "TrainingArguments", steps: int) -> LearningRate:
+    """Return the learning rate of a run, whose length may not have been known when the arguments were checked.
+
+    Raises:
+        McaError: The schedule cannot be computed for a run of ``steps``.
+    """
+    try:
+        rate = LearningRate(training, steps)
+        if steps > 0:
+            rate.check(steps)
+    except SCHEDULE_ERRORS as error:
+        kind, settings = training.lr_scheduler_type.value, training.lr_scheduler_kwargs or {}
+        warmup = (
+            f"the run has {counted(steps, 'step')}, {training.get_warmup_steps(steps)} of them of warm-up"
+        )
+        raise McaError(f"{schedule_problem(kind, settings, error)} ({warmup})") from error
+    return rate
 
 
 def schedule_problems(training: "TrainingArguments") -> Iterator[str]:

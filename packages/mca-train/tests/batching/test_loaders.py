@@ -183,3 +183,37 @@ def test_a_stream_that_was_dealt_out_already_is_refused(tmp_path: Path) -> None:
     for read, name in ((made.train, "train_dataset"), (made.evaluation, "eval_dataset")):
         with pytest.raises(McaError, match=f"^{name} is one of 2 shards of a stream .split_dataset_by_node"):
             read(part)
+
+
+@pytest.mark.parametrize(
+    ("tp", "cp", "ep", "etp", "needs"),
+    [
+        (1, 1, 1, 1, False),
+        (2, 1, 1, 2, False),
+        (2, 2, 1, 2, False),
+        (2, 1, 1, 1, False),
+        (1, 2, 1, 2, True),
+        (2, 1, 1, 4, True),
+        (2, 1, 2, 1, True),
+    ],
+)
+def test_experts_whose_ranks_have_other_samples_need_one_length(
+    tp: int, cp: int, ep: int, etp: int, needs: bool, tmp_path: Path
+) -> None:
+    """A rank's tokens are those of its tensor ranks, so experts sharded over more ranks get other samples too."""
+    layout = ParallelLayout(
+        tensor_model_parallel_size=tp,
+        context_parallel_size=cp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
+    )
+    dispatched = {"moe_token_dispatcher_type": "allgather"}
+    found = [
+        loaders(tmp_path, layout, **made)._fixed_length_option()
+        for made in ({}, dispatched, {"moe_pad_expert_input_to_capacity": True})
+    ]
+    options = [
+        ("moe_token_dispatcher_type allgather", "alltoall"),
+        ("moe_pad_expert_input_to_capacity", "false"),
+    ]
+    assert found == [None, *(options if needs else [None, None])]

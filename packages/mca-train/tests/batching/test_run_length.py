@@ -1,6 +1,6 @@
 """Length of a run from ``max_steps`` or epochs, at its start and after a resume with another batch size."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,3 +51,15 @@ def length(max_steps: int, epochs: float, size: int, position: dict[str, Any], d
 )
 def test_the_length_of_a_run(arguments: tuple[Any, ...], expected: tuple[int, ...]) -> None:
     assert length(*arguments) == expected
+
+
+def test_a_position_counts_steps_that_were_skipped_or_made_again() -> None:
+    began = RunPosition(epoch_samples=20, step_samples=8, unit="samples")
+    assert began.after_step().after_step().after_step().samples == 20, "the last step is short"
+    ended = replace(began, samples=8, epoch_ended=True)
+    assert ended.next_epoch(2) == replace(began, epoch=1, extra_steps=-2)
+    assert replace(began, samples=16).restart_epoch(2) == replace(began, extra_steps=2)
+    assert replace(began, extra_steps=-2).with_step_samples(4) == replace(
+        began, step_samples=4, extra_steps=-4
+    )
+    assert RunPosition(extra_steps=3).with_step_samples(4).extra_steps == 3

@@ -59,3 +59,31 @@ def test_the_first_checkpoints_of_another_run_are_named(count: int, end: str, tm
         (tmp_path / f"checkpoint-{step}" / STATE_FILE).write_text("{}")
     with pytest.raises(UsageError, match=rf"\(checkpoint-1, checkpoint-2, checkpoint-{re.escape(end)}\);"):
         require_free(tmp_path, None, overwrite=False)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("runs/out", "is where the run reads"),
+        ("runs/out/hf", "is where the run reads"),
+        ("runs/out/../out/hf", "is where the run reads"),
+        ("runs", "is inside"),
+        (".", "is inside"),
+        ("runs/out/other", None),
+        ("runs/output", None),
+        ("other", None),
+    ],
+)
+@pytest.mark.parametrize("position", [0, 1])
+def test_a_run_does_not_overwrite_the_model_that_it_reads(
+    source: str, words: str | None, position: int, tmp_path: Path
+) -> None:
+    (tmp_path / "runs" / "out").mkdir(parents=True)
+    sources: list[Path | None] = [None, tmp_path / "elsewhere"]
+    sources.insert(position, tmp_path / source)
+    output_dir = tmp_path / "runs" / "out"
+    if words is None:
+        require_usable(output_dir, sources)
+        return
+    with pytest.raises(McaError, match=f"^output_dir: {output_dir} {words}"):
+        require_usable(output_dir, sources)

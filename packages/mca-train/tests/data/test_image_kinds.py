@@ -82,6 +82,8 @@ def test_tokens_and_pixels_are_those_of_the_familys_own_processor(made):
             "internvl": "<IMG_CONTEXT>",
             "qianfan_ocr": "<IMG_CONTEXT>",
             "got_ocr2": "<imgpad>",
+            "glm_ocr": "<|image|>",
+            "glmga": "<|image|>",
             "mistral3": "[IMG]",
             "lighton_ocr": "<|image_pad|>",
             "aya_vision": "<|IMG_PATCH|>",

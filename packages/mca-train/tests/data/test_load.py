@@ -9,7 +9,7 @@ from mca_config.errors import McaError
 from mca_train.config.arguments import PairArguments
 from mca_train.data.chat import tokenize_chat
 from mca_train.data.encoding import check_messages, tokenize_answer
-from mca_train.data.files import open_dataset
+from mca_train.data.files import load_rows, open_dataset
 from mca_train.tasks.load import load_stream, load_tokenized
 from mca_train.tasks.table import TASKS
 
@@ -380,3 +380,13 @@ def test_an_end_mark_of_a_prompt_stays_and_that_of_its_tokenizer_goes():
         tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
             single="$A <|eos|>", special_tokens=[("<|eos|>", tokenizer.eos_token_id)]
         )
+
+
+def test_the_first_rows_of_all_files_are_kept_up_to_a_limit(tmp_path):
+    files = [
+        jsonl(tmp_path / "a.jsonl", [{"text": "0"}, {"text": "1"}]),
+        jsonl(tmp_path / "b.jsonl", [{"text": "2"}, {"text": "3"}]),
+    ]
+    for limit, count in ((None, 4), (1, 1), (3, 3), (4, 4), (9, 4)):
+        rows = load_rows(files, "train_file", arguments(), limit)
+        assert rows["text"] == ["0", "1", "2", "3"][:count], limit

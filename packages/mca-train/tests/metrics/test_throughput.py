@@ -178,3 +178,9 @@ def test_the_peak_is_what_is_given_or_unknown():
 def test_the_peak_without_a_gpu_is_that_of_the_process():
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     assert peak_memory(torch.device("cpu")) * 2**30 == pytest.approx(most, rel=0.05)
+
+
+def test_the_peak_of_a_gpu_is_what_torch_allocated_there_in_gib(monkeypatch):
+    allocated = {"cuda:1": 3 * 2**29}
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: allocated[str(device)])
+    assert peak_memory(torch.device("cuda:1")) == 1.5

@@ -68,7 +68,7 @@ def test_the_loss_keeps_the_logits_of_mtp_layers_on_another_chunk(tmp_path: Path
     last = replace(chunk, layers=(), has_embedding=False)
     predicting = replace(model, config=model.config.replace_fields(mtp_num_layers=2))
     more = chunk_memory(predicting, last).kept - chunk_memory(model, last).kept
-    assert more == 2 * TOKENS * VOCABULARY * 4
+    assert more == 2 * TOKENS * VOCABULARY * 4 + 2 * model.hidden_bytes  # and their hidden states, received
 
 
 def test_evaluation_takes_its_input_the_final_norm_and_logits_twice(tmp_path: Path) -> None:
@@ -159,6 +159,13 @@ def test_embeddings_of_every_layer_take_their_channels_in_bf16(tmp_path: Path) -
         ({"mtp": 2, "has_embedding": True}, 3),
         ({"mtp": 1, "has_loss": True}, 2),
         ({"mtp": 1, "on_gpu": True, "waits": True}, 2),
+        ({"mtp": 1, "media": None}, 2),
+        (
+            {"mtp": 2, "media": None, "mtp_layers": (0, 1)},
+            4,
+        ),  # hidden states of MTP layers, for another stage
+        ({"mtp": 2, "media": None, "has_loss": True}, 3),
+        ({"mtp": 2, "media": None, "has_loss": True, "mtp_layers": (0, 1)}, 1),
     ],
 )
 def test_inputs_and_outputs_that_only_the_schedule_references(changes: dict[str, Any], tensors: int) -> None:
@@ -169,7 +176,7 @@ def test_inputs_and_outputs_that_only_the_schedule_references(changes: dict[str,
         "recompute": None,
         "implementation": "local",
     }
-    case |= {"on_gpu": False, "waits": False, "mtp": 0} | changes
+    case |= {"on_gpu": False, "waits": False, "mtp": 0, "mtp_layers": (), "media": True} | changes
     model: Any = SimpleNamespace(
         hidden_bytes=10,
         on_gpu=case["on_gpu"],
@@ -177,7 +184,7 @@ def test_inputs_and_outputs_that_only_the_schedule_references(changes: dict[str,
         sizes=SimpleNamespace(width=case["width"], waits_for_sends=case["waits"]),
         training=SimpleNamespace(recompute_granularity=case["recompute"]),
         config=SimpleNamespace(mtp_num_layers=case["mtp"], layout=SimpleNamespace(pp=2)),
-        media=case["mtp"] or None,
+        media=(case["mtp"] and case["media"]) or None,
     )
-    chunk: Any = SimpleNamespace(has_loss=case["has_loss"], has_embedding=case["has_embedding"])
+    chunk: Any = SimpleNamespace(**{name: case[name] for name in ("has_loss", "has_embedding", "mtp_layers")})
     assert _boundary_tensors(model, chunk) == 10 * tensors

@@ -40,6 +40,9 @@ _WEIGHTS = (
     ".index.json",
 )
 
+_DATA = (".parquet", ".arrow", *(f".jsonl{packed}" for packed in ("", ".gz", ".bz2", ".xz", ".zst")))
+"""Data sets, which no tokenizer or processor reads."""
+
 _SPEAKERS = "spk_dict.pt"
 """Voices of Qwen 2.5 Omni's talker, which transformers reads next to the weights."""
 
@@ -58,7 +61,7 @@ _BUFFER_BYTES = 1 << 20
 
 
 def side_files(source: Path) -> list[Path]:
-    """Tokenizer, generation config, chat templates, remote code, licence: all but weights, configs, a run's files.
+    """Tokenizer, generation config, chat templates, remote code, licence: all but weights, configs, data, run's files.
 
     Raises:
         McaError: One cannot be copied: a link that leads out of the directory or nowhere, a pipe, a device, a file
@@ -136,7 +139,9 @@ def _names(source: Path) -> Iterator[str]:
 def _is_other(name: str) -> bool:
     if name == _SPEAKERS:
         return False
-    return name in _WRITTEN | _MEGATRON | RUN_FILES or name.startswith(".") or name.endswith(_WEIGHTS)
+    return (
+        name in _WRITTEN | _MEGATRON | RUN_FILES or name.startswith(".") or name.endswith((*_WEIGHTS, *_DATA))
+    )
 
 
 def _is_left(folder: str) -> bool:

@@ -317,7 +317,8 @@ def _blocks_per_row(rule: Rule, whole: Shape, sides: Sequence[Side]) -> int:
         return whole[-1] if whole else 1
     is_cut = rule.shard.axis == len(whole) - 1
     shards = lcm(*(side or 1 for side in sides)) * sum(rule.shard.segments) if is_cut else 1
-    blocks = 2 * shards  # two in each, which stay neighbours if the rule moves it as one
+    # two in each shard, which stay neighbours if the rule moves it as one; of four at least, an alternation parts some
+    blocks = 2 * max(shards, 2)
     if blocks < whole[-1] and whole[-1] % blocks == 0:
         try:
             if all(_keeps_pairs(_numbered_parts(rule, whole, blocks, side)) for side in sides):

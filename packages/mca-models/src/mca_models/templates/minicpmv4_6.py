@@ -52,7 +52,8 @@ def merges_windows(config: McaModelConfig) -> bool:
     if about.choice("downsample_mode", "16x", "4x") == "4x":
         return False
     last = vision.layers("num_hidden_layers", 12) - 1
-    if (layer := about.values.get("insert_layer_id", 6)) not in range(last + 1):
+    layer = about.values.get("insert_layer_id", 6)
+    if type(layer) is not int or not 0 <= layer <= last:
         raise McaError(
             f"'insert_layer_id' of config.json is {layer!r}; expected a layer of the vision tower, 0 to {last}, where "
             "downsample_mode is 16x"

@@ -150,9 +150,12 @@ def _boundary_tensors(model: ChunkSpec, chunk: PipelineChunk) -> float:
     outputs = not chunk.has_loss and not (model.on_gpu and model.sizes.waits_for_sends)
     copied = model.implementation == "local" and model.training.recompute_granularity != "full"
     inputs = not chunk.has_embedding and copied and model.sizes.width < SINGLE
-    # features for MTP layers, which are sent after the hidden states and keep the storage of both
-    features = model.config.mtp_num_layers if model.media and model.config.layout.pp > 1 else 0
-    return model.hidden_bytes * (outputs * (1 + features) + inputs + features * (not chunk.has_embedding))
+    layers = model.config.mtp_num_layers
+    # features for MTP layers, or their hidden states: sent after the hidden states, they keep the storage of both
+    features = bool(model.media) and model.config.layout.pp > 1
+    sent = layers * (features or bool(chunk.mtp_layers))
+    received = layers * (not chunk.has_embedding and (features or (chunk.has_loss and not chunk.mtp_layers)))
+    return model.hidden_bytes * (outputs * (1 + sent) + inputs + received)
 
 
 def _recomputed_blocks(model: ChunkSpec, layers: list[PassMemory]) -> list[PassMemory]:

@@ -17,7 +17,7 @@ from mca_train.engine.rng import preserved_rng
 from mca_train.losses.chunked import chunk_losses
 from mca_train.losses.label_smoothing import smooth_labels
 from mca_train.losses.token_loss import LossFunction
-from mca_train.lr_schedule import LearningRate
+from mca_train.lr_schedule import LearningRate, run_rate
 from mca_train.trainer.base import Hooks
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class ModelRunner:
 
     def start(self, schedule_steps: int) -> Training:
         """Build engine and learning rate for a run of ``schedule_steps``; reuse the engine of an earlier run."""
-        engine, rate = self.new_engine(), LearningRate(self._args, schedule_steps)
+        rate, engine = run_rate(self._args, schedule_steps), self.new_engine()
         self._training = Training(engine, rate)
         return self._training
 

@@ -88,7 +88,7 @@ class DequantizedWeights:
             self._report(base, f"{name} {fault}")
             return
         first = start[0] if start else 0
-        stop = first + len(scales) if scales.shape[1:] == entry.scales.shape[1:] else len(entry.rows)
+        stop = first + len(scales) if start else len(entry.rows)
         entry.scales[first:stop] = scales  # broadcasts a single scale
         entry.rows[first:stop] = True
         if entry.known:

@@ -1,0 +1,84 @@
+"""Tokens of a video with sound, placed by hand: two frames of two tokens and three tokens of sound."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mca_models.media import ImageSpan
+from mca_train.data.video_sound import SoundingVideoTokens
+
+VIDEO, AUDIO, BEGIN, END = 7, 8, 5, 6
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Stand-in for the grid of a clip of one second between frames."""
+
+    sound: int = 3
+    frames: int = 2
+    rows: int = 1
+    columns: int = 2
+    interval: float = 1.0
+
+
+def tokens(chunk: int | None) -> SoundingVideoTokens:
+    videos: Any = SimpleNamespace(
+        marks=lambda grid: ([1, 2], [3]),
+        token=VIDEO,
+        ids=lambda grid: ["video"],
+        locate=lambda where, grid: [ImageSpan(int(where[0]), 1, 4, medium="video")],
+    )
+    audio: Any = SimpleNamespace(token=AUDIO)
+    return SoundingVideoTokens(videos, audio, (BEGIN, END), 2.0, chunk)
+
+
+@pytest.mark.parametrize(("sound", "marks"), [(3, ([1, 2, BEGIN], [END, 3])), (0, ([1, 2], [3]))])
+def test_the_marks_of_the_sound_are_inside_those_of_the_video(
+    sound: int, marks: tuple[list[int], list[int]]
+) -> None:
+    grid: Any = Grid(sound)
+    assert tokens(None).marks(grid) == marks
+
+
+@pytest.mark.parametrize(
+    ("chunk", "runs"),
+    [
+        # at two positions a second the frames are at 0 and 2, the sound is at 0, 1 and 2
+        (None, [("video", 0, 2), ("audio", 0, 2), ("video", 2, 4), ("audio", 2, 3)]),
+        (2, [("video", 0, 2), ("audio", 0, 2), ("video", 2, 4), ("audio", 2, 3)]),
+        (3, [("video", 0, 4), ("audio", 0, 3)]),
+        (
+            1,
+            [
+                ("video", 0, 2),
+                ("audio", 0, 1),
+                ("video", 2, 3),
+                ("audio", 1, 2),
+                ("video", 3, 4),
+                ("audio", 2, 3),
+            ],
+        ),
+    ],
+)
+def test_frames_and_sound_are_in_the_order_of_time_or_of_chunks(
+    chunk: int | None, runs: list[tuple[str, int, int]]
+) -> None:
+    made, grid = tokens(chunk), Grid()
+    assert made._runs(grid) == runs  # type: ignore[arg-type]
+    number = {"video": VIDEO, "audio": AUDIO}
+    inside = [number[medium] for medium, first, stop in runs for _ in range(stop - first)]
+    assert made.ids(grid) == [BEGIN, *inside, END]  # type: ignore[arg-type]
+    where = range(20, 40, 2)
+    spans = made.locate(where, grid)  # type: ignore[arg-type]
+    assert [(span.medium, *span.run) for span in spans] == runs  # type: ignore[misc]
+    lengths = [stop - first for _, first, stop in runs]
+    assert [span.start for span in spans] == [where[sum(lengths[:each])] for each in range(len(runs))]
+    assert {(span.origin, span.shared_marks) for span in spans} == {(20, chunk is not None)}
+
+
+def test_a_video_without_sound_is_placed_as_a_video() -> None:
+    grid: Any = Grid(0)
+    assert tokens(None).ids(grid) == ["video"]
+    assert [span.run for span in tokens(2).locate([4], grid)] == [ImageSpan(4, 1, 4, medium="video").run]
