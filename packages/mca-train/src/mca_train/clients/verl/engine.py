@@ -90,8 +90,9 @@ class McaEngine(BaseEngine):  # type: ignore[misc]
         self._loss_function: LossFunction | None = None
         self._outputs: list[dict[str, Upstream]] = []
         self._has_gradients = False
-        self._has_recorded = False
         """The gradient buffers have gradients since `optimizer_zero_grad`."""
+        self._has_recorded = False
+        """A pass has recorded experts (router replay R2)."""
         self._delta: WeightDelta | None = None
         self._offload: EngineOffload | None = None
 
