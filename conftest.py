@@ -7,9 +7,11 @@ Everything is computed on the CPU, also where there is a GPU: a process that has
 that use it. ``MCA_DEVICE=cuda pytest -m gpu`` runs the tests of a GPU, and those alone.
 """
 
+import atexit
 import contextlib
 import gc
 import json
+import logging
 import os
 import resource
 import signal
@@ -33,6 +35,7 @@ if os.environ.pop(
 
 
 import pytest
+from _pytest.logging import catching_logs
 from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(Path(__file__).parent / "integration_tests" / "support"))
@@ -50,7 +53,27 @@ def catch_ignored_signals() -> None:
         signal.signal(signal.SIGHUP, lambda *_: None)  # a terminal that closes still ends no test run
 
 
+def capture_root_logger_only() -> None:
+    """Let pytest capture logs of the root logger alone, 0.1 ms faster six times in each of 9,500 tests.
+
+    pytest 9.1 adds its handlers to every logger that does not propagate as well: torch has 60, and no test reads them.
+    """
+    enter = catching_logs.__enter__
+
+    def enter_root(self: catching_logs[logging.Handler]) -> logging.Handler:
+        manager = logging.getLogger().manager
+        with logging._lock:  # type: ignore[attr-defined]  # another thread creates no logger meanwhile
+            known, manager.loggerDict = manager.loggerDict, {}
+            try:
+                return enter(self)
+            finally:
+                manager.loggerDict = known
+
+    catching_logs.__enter__ = enter_root  # type: ignore[method-assign]
+
+
 catch_ignored_signals()
+capture_root_logger_only()
 settings.register_profile("mca", suppress_health_check=[HealthCheck.too_slow], deadline=None)
 settings.load_profile("mca")  # where others compute beside the tests, time says nothing of them
 gc.disable()  # until all is imported and collected: none of it is garbage
@@ -85,7 +108,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Deselect nothing with ``--cases all``."""
+    """Deselect nothing with ``--cases all``; let workers end without freeing what they imported, which takes 2 s."""
+    if hasattr(config, "workerinput"):
+        atexit.register(lambda: os._exit(0))  # called last: what libraries register later is called before
     if config.option.cases == "all" and config.option.markexpr == "not qualify":
         config.option.markexpr = ""
 
