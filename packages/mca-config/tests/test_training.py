@@ -33,6 +33,7 @@ TRAINING: dict[str, Any] = {
     "use_distributed_optimizer": True,
     "learning_rate": 0.001,
 }
+ONLY_EVALUATION: dict[str, Any] = {"logging_strategy": "no", "eval_strategy": "steps"}
 BEST: dict[str, Any] = {"load_best_model_at_end": True, "eval_strategy": "steps"}
 CLASSES = [
     (DistributingParallelArguments, GIVEN),
@@ -417,7 +418,15 @@ def test_which_model_is_the_best_one(metric: str, given: bool | None, greater: b
             "save_steps is 4, but load_best_model_at_end needs a multiple",
         ),
         (BEST | {"logging_steps": 3, "save_steps": 4}, "needs a multiple of logging_steps (3)"),
-        (BEST | {"eval_steps": 0.1, "save_steps": 4}, "needs a multiple of eval_steps (0.1)"),
+        (
+            BEST | {"eval_steps": 0.1, "save_steps": 4},
+            "save_steps is 4 and eval_steps 0.1, one a number of steps",
+        ),
+        (ONLY_EVALUATION | {"logging_steps": 0}, "above 0 with eval_strategy steps, not 0; set eval_steps"),
+        (
+            ONLY_EVALUATION | {"logging_steps": 2.5},
+            "logging_steps must be a whole number or below 1, not 2.5",
+        ),
         (BEST | {"eval_steps": 0.1, "save_steps": 0.25}, "needs a multiple of eval_steps (0.1)"),
     ],
 )
@@ -427,6 +436,20 @@ def test_contradictions_of_intervals_are_named_with_the_fix(given, message, tmp_
     assert message in str(caught.value)
     with pytest.raises(ValueError):  # Hugging Face rejects them too
         transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (BEST | {"eval_steps": 5, "save_steps": 0}, "save_steps is 0, so no checkpoint is written"),
+        (BEST | {"save_steps": float("inf")}, "save_steps must be at least 0, not inf"),
+        ({"eval_strategy": "steps", "eval_steps": float("inf")}, "eval_steps must be at least 0, not inf"),
+    ],
+)
+def test_intervals_without_an_end_or_a_checkpoint_are_rejected(given, message, tmp_path):
+    with pytest.raises(McaError) as caught:
+        TrainingArguments(output_dir=str(tmp_path), **given)
+    assert message in str(caught.value)
 
 
 def test_the_best_model_needs_a_metric(tmp_path):

@@ -172,19 +172,15 @@ _BY_METRIC = ("reduce_lr_on_plateau", "greedy")
 
 
 def _intervals(args: HfArguments) -> Iterator[str]:
-    """Report contradictions of logging, evaluation and saving, which Hugging Face checks after imports."""
+    """Report contradictions of logging, evaluation and saving that Hugging Face finds only after imports, or later."""
     evaluates, schedule = _name(args.eval_strategy), _name(args.lr_scheduler_type)
-    steps = {"logging": args.logging_steps, "eval": args.eval_steps, "save": args.save_steps}
-    for name, value in steps.items():
-        if (
-            value
-            and value > 1
-            and value != int(value)
-            and _name(getattr(args, f"{name}_strategy")) == "steps"
-        ):
-            yield f"{name}_steps must be a whole number or below 1, not {value}"
-    if _name(args.logging_strategy) == "steps" and args.logging_steps == 0:
-        yield "logging_steps must be above 0 with logging_strategy steps, not 0"
+    for key, strategy in _keys_in_steps(args).items():
+        value = getattr(args, key)
+        if key == "logging_steps" and value == 0:
+            fix = "; set eval_steps" if strategy == "eval_strategy" else ""
+            yield f"logging_steps must be above 0 with {strategy} steps, not 0{fix}"
+        elif value and 1 < value < math.inf and value % 1:
+            yield f"{key} must be a whole number or below 1, not {value}"
     if schedule in _BY_METRIC and evaluates == "no":
         yield f"lr_scheduler_type {schedule} follows the evaluation loss, but eval_strategy is no; set it"
     if args.dataloader_prefetch_factor is not None and args.dataloader_num_workers == 0:
@@ -197,6 +193,16 @@ def _intervals(args: HfArguments) -> Iterator[str]:
             yield "save_strategy best needs metric_for_best_model; set it, for example to loss"
     if args.load_best_model_at_end:
         yield from _best_model_problems(args, evaluates, _name(args.save_strategy))
+
+
+def _keys_in_steps(args: HfArguments) -> dict[str, str]:
+    """Return the keys of intervals in steps that the run follows, each with the strategy that makes it do so."""
+    keys = {}
+    for name in ("logging", "eval", "save"):
+        if _name(getattr(args, f"{name}_strategy")) == "steps":
+            key = "logging_steps" if name == "eval" and not args.eval_steps else f"{name}_steps"
+            keys.setdefault(key, f"{name}_strategy")
+    return keys
 
 
 def _best_model_problems(args: HfArguments, evaluates: str, saves: str) -> Iterator[str]:
@@ -214,7 +220,14 @@ def _best_model_problems(args: HfArguments, evaluates: str, saves: str) -> Itera
         name = "eval_steps" if args.eval_steps else "logging_steps"
         every, kept = float(args.eval_steps or args.logging_steps), float(args.save_steps)
         scale = 1e6 if every < 1 and kept < 1 else 1  # as Hugging Face compares fractions of a run
-        if every and ((every < 1) != (kept < 1) or kept * scale % (every * scale)):
+        if kept == 0:
+            yield "save_steps is 0, so no checkpoint is written for load_best_model_at_end; set it"
+        elif every and (every < 1) != (kept < 1):
+            yield (
+                f"save_steps is {kept:g} and {name} {every:g}, one a number of steps and the other a share of the run, "
+                "but load_best_model_at_end needs a multiple; set both in steps or both below 1"
+            )
+        elif every and kept < math.inf and kept * scale % (every * scale):
             yield (
                 f"save_steps is {args.save_steps:g}, but load_best_model_at_end needs a multiple of {name} "
                 f"({every:g}); change one of the two"

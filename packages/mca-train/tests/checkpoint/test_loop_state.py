@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from mca_config.errors import UsageError
+from mca_config.errors import McaError, UsageError
 from mca_train import ClassificationTrainer, DpoTrainer, KtoTrainer, McaTrainer, RewardTrainer, groups
-from mca_train.checkpoint.directory import require_kind
+from mca_train.checkpoint.directory import load_position, require_kind
 from mca_train.checkpoint.loop_state import LoopState, Totals
 from mca_train.checkpoint.writer import CheckpointWriter
 from mca_train.trainer.base import Progress
@@ -34,6 +34,21 @@ def test_a_checkpoint_goes_on_with_its_own_kind_of_run(tmp_path: Path) -> None:
         for other in {*KINDS} - {writer}:
             with pytest.raises(UsageError, match=f"is of a {writer.run_kind} run, this is {other.run_kind};"):
                 require_kind(checkpoint, other.run_kind)
+
+
+def test_a_checkpoint_whose_training_cannot_be_read_says_what_to_do(tmp_path: Path) -> None:
+    checkpoint = written(tmp_path, LoopState().to_dict())
+    with pytest.raises(UsageError, match="is of another program, this is dpo; to use its model"):
+        require_kind(checkpoint, "dpo")
+    with pytest.raises(
+        McaError, match=r"position.json: is missing, so training cannot resume; to use its model"
+    ):
+        load_position(checkpoint)
+    (checkpoint / "training" / "position.json").write_text("{")
+    with pytest.raises(
+        McaError, match=r"position.json: cannot be read \(Expecting property name.*as model_name"
+    ):
+        load_position(checkpoint)
 
 
 def with_metrics(names: tuple[str, ...]) -> Logger:

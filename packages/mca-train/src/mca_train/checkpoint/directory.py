@@ -131,8 +131,9 @@ def require_kind(checkpoint: Path, kind: str) -> None:
     """
     saved = load_loop_state(checkpoint).run_kind
     if saved != kind:
+        origin = f"a {saved} run" if saved else "another program"
         raise UsageError(
-            f"resume_from_checkpoint: {checkpoint} is of a {saved} run, this is {kind}; to use its model, remove "
+            f"resume_from_checkpoint: {checkpoint} is of {origin}, this is {kind}; to use its model, remove "
             "resume_from_checkpoint, set it as model_name_or_path (an adapter as adapter_name_or_path), and set "
             "another output_dir"
         )
@@ -152,7 +153,11 @@ def _read_training(checkpoint: Path, name: str, build: Callable[[JsonObject], T]
     folder = checkpoint / TRAINING
     if not (folder / "optimizer.json").is_file():
         raise UsageError(f"{checkpoint}: holds no optimizer state (save_only_model?); training cannot resume")
+    fix = "to use its model, remove resume_from_checkpoint and set it as model_name_or_path"
+    if not (folder / name).is_file():
+        raise McaError(f"{folder / name}: is missing, so training cannot resume; {fix}")
     try:
         return build(json.loads((folder / name).read_text()))
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise McaError(f"{folder / name}: cannot be read ({error!r}); training cannot resume") from None
+        text = f"has no {error}" if isinstance(error, KeyError) else str(error)
+        raise McaError(f"{folder / name}: cannot be read ({text}); training cannot resume; {fix}") from None

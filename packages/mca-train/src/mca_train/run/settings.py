@@ -210,10 +210,7 @@ def check_run(task: Task, values: Values, where: str, *, launched: bool = False)
     problems = _key_problems(task, settings)
     ranks = int(os.environ["WORLD_SIZE"]) if launched else None
     skipped = [*([directories] if has_hub_ids(values) else []), *([start] if launched else [])]
-    try:
-        problems += _layout_problems(task, _with_configurations(task, settings), ranks=ranks)
-    except UsageError as error:  # of the Hub
-        problems += list_problems(error)
+    problems += _model_problems(task, settings, ranks=ranks)
     problems += [problem for rule in FILE_RULES if rule not in skipped for problem in rule(task, settings)]
     problems += column_problems(task, settings.data)
     _raise(problems, where)
@@ -223,14 +220,14 @@ def plan_problems(task: Task | None, values: Values, where: str, options: PlanOp
     """Return the problems of a plan, which may name data that this machine does not have.
 
     Raises:
-        UsageError: Keys or values are wrong, the device is unknown, or the Hub does not give the configuration.
+        UsageError: Keys or values are wrong, or the device is unknown.
     """
     if options.device is not None:
         load_hardware(options.device, options.hardware)
     task, flags = task or infer_task(values), [flag.name for flag in fields(options)]
     settings = make_settings(task, {"output_dir": "plan", **values}, where, flags, early=True)
     problems = _key_problems(task, settings)
-    problems += _layout_problems(task, _with_configurations(task, settings), options)
+    problems += _model_problems(task, settings, options)
     return list(dict.fromkeys(map(redacted, problems)))
 
 
@@ -275,6 +272,16 @@ def _with_configurations(task: Task, settings: Settings) -> Settings:
         return settings
     values = with_directories(settings.values, only="config")
     return make_settings(task, values, settings.where, early=True)
+
+
+def _model_problems(
+    task: Task, settings: Settings, options: PlanOptions | None = None, ranks: int | None = None
+) -> list[str]:
+    """Return the problems of the model's configuration, which may be on the Hub, and of its layout."""
+    try:
+        return [*_layout_problems(task, _with_configurations(task, settings), options, ranks)]
+    except UsageError as error:  # of the Hub
+        return list_problems(error)
 
 
 def _layout_problems(
