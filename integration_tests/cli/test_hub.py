@@ -274,7 +274,10 @@ def test_training_starts_from_an_id(hub, tmp_path, monkeypatch, capsys):
 
 MISTAKES = (
     (["--model_name_or_path", "org/none"], "model_name_or_path: org/none: no such directory is here, and"),
-    (["--model_name_or_path", "org/none", "--max_eval_samples", "3"], "max_eval_samples is set, but eval_file"),
+    (
+        ["--model_name_or_path", "org/none", "--max_eval_samples", "3"],
+        "max_eval_samples is set, but eval_file",
+    ),
     (
         ["--model_name_or_path", "org/model", "--tensor_model_parallel_size", "3"],
         "cannot be divided by tensor_model_parallel_size 3",
