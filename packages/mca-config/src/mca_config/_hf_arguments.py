@@ -197,7 +197,7 @@ def _intervals(args: HfArguments) -> Iterator[str]:
 
 def _keys_in_steps(args: HfArguments) -> dict[str, str]:
     """Return the keys of intervals in steps that the run follows, each with the strategy that makes it do so."""
-    keys = {}
+    keys: dict[str, str] = {}
     for name in ("logging", "eval", "save"):
         if _name(getattr(args, f"{name}_strategy")) == "steps":
             key = "logging_steps" if name == "eval" and not args.eval_steps else f"{name}_steps"

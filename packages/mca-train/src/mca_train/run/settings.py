@@ -281,7 +281,7 @@ def _model_problems(
     try:
         return [*_layout_problems(task, _with_configurations(task, settings), options, ranks)]
     except UsageError as error:  # of the Hub
-        return list_problems(error)
+        return [*list_problems(error)]
 
 
 def _layout_problems(
