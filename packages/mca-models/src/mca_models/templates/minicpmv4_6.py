@@ -75,7 +75,7 @@ def merges_windows(config: McaModelConfig) -> bool:
 def tokens_of_size(config: McaModelConfig, rows: int, columns: int) -> int:
     """Return the features of an image or a slice of ``rows`` times ``columns`` patches."""
     about, _ = vision_values(config)
-    merged = 2 ** (about.layers("merger_times", 1) + merges_windows(config))
+    merged: int = 2 ** (about.layers("merger_times", 1) + merges_windows(config))
     return (rows // merged) * (columns // merged)
 
 
