@@ -140,7 +140,7 @@ def test_transformers_loads_the_export_and_computes_the_same(tiny, convert) -> N
     assert torch.equal(*logits)
 
 
-def test_side_files_go_along_both_ways(tiny, convert, tmp_path: Path) -> None:
+def test_side_files_go_along_both_ways(tiny, convert, tmp_path: Path, caplog) -> None:
     source = tmp_path / "source"
     shutil.copytree(tiny("llama"), source)
     (source / "tokenizer.json").write_text('{"a": 1}')
@@ -160,6 +160,7 @@ def test_side_files_go_along_both_ways(tiny, convert, tmp_path: Path) -> None:
     (source / "config.json").write_text(json.dumps({**config, "unknown_field": [1, {"a": None}]}))
     mca = convert(source, "mca", tp=2)
     assert not [name for name in of_a_run + data if (mca / name).exists()]
+    assert f"not part of the model: {', '.join(sorted(data))}" in caplog.text
     back = convert(mca, "hf")
     for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
         assert (back / name).read_bytes() == (source / name).read_bytes()

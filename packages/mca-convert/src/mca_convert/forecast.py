@@ -304,7 +304,7 @@ class _AdapterForecast(_Forecast):
         target = conversion_target(request, from_megatron=self.from_mca)
         super().__init__(request, ConversionPlan(source=str(path), target=target, workers=1))
         self._small: list[int] = []
-        """Sizes of the files of an MCA directory besides those of the adapter and its configuration."""
+        """Sizes of the files of an MCA directory next to those of the adapter and its configuration."""
 
     def run(self) -> ConversionPlan:
         """Return the plan."""

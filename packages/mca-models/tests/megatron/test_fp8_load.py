@@ -33,6 +33,9 @@ def test_scales_that_come_twice_are_reported_however_few_rows():
             "w_scale_inv came twice",
             "w is fp8, and w_scale_inv is missing or incomplete",
         ]
+    assert (
+        faults(second, ("w_scale_inv", torch.ones(1, 1)))[0] == "w_scale_inv came twice"
+    )  # it is of all rows
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])

@@ -199,3 +199,9 @@ class EvenColumnsFirst:
 def test_columns_that_change_their_order_are_moved_one_by_one(shard: Shard) -> None:
     param = Param(mca="x", hf=("x",), shard=shard, hf_layout=EvenColumnsFirst())
     check(param, numbered((4, 48)), [HF, 1, 2, 4])
+    check(param, numbered((4, 54)), [HF, 1] if shard == ROW else [HF, 1, 2, 4])  # 54 is no multiple of 4
+
+
+def test_rows_whose_length_is_no_multiple_of_four_move_in_blocks() -> None:
+    embedding = Rule.from_param(Param(mca="x", hf=("x",), shard=COLUMN))
+    assert len(plan_moves(embedding, (262144, 2054), HF, 4)) == 4  # one by one, it would be too large

@@ -413,3 +413,12 @@ def test_a_tower_of_minicpm_merges_windows_behind_one_of_its_layers(layer: Any) 
     assert family.vision.tokens_of_size(without, 8, 8) == 16
     with pytest.raises(McaError, match=r"'downsample_mode' of config\.json is '2x'; expected '16x' or '4x'"):
         family.vision.tokens_of_size(config_from_hf(hf | {"downsample_mode": "2x"}), 8, 8)
+
+
+@pytest.mark.parametrize("key", ["window_kernel_size", "merge_kernel_size"])
+def test_minicpm_merges_two_by_two_patches_alone(key: str) -> None:
+    hf = tiny_vision.described("minicpmv4_6")
+    values = hf["vision_config"] if key == "window_kernel_size" else hf
+    values[key] = [4, 4]
+    with pytest.raises(McaError, match=rf"'{key}' of config\.json is \[4, 4\]; expected \[2, 2\]"):
+        config_from_hf(hf)

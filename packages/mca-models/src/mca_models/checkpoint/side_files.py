@@ -144,8 +144,11 @@ def _is_other(name: str) -> bool:
     )
 
 
-def _is_left(folder: str) -> bool:
-    return not folder.startswith((".", "iter_")) and folder not in (*_FOLDERS, *_MEGATRON_FOLDERS)
+def _is_left(entry: Path) -> bool:
+    """Return whether a folder or file is left behind that may look like a part of the model."""
+    if entry.is_dir():
+        return not entry.name.startswith((".", "iter_")) and entry.name not in (*_FOLDERS, *_MEGATRON_FOLDERS)
+    return entry.name not in RUN_FILES and entry.name.endswith(_DATA)
 
 
 def _checked(source: Path, name: str) -> Path:
@@ -162,14 +165,10 @@ def _checked(source: Path, name: str) -> Path:
 def copy_side_files(source: Path, target: Path) -> dict[str, int]:
     """Copy and syncs those whose names ``target`` does not have yet; returns their sizes by name."""
     for folder in _folders(source):
-        if others := sorted(
-            entry.name for entry in folder.iterdir() if entry.is_dir() and _is_left(entry.name)
-        ):
-            logger.info(
-                "%s: not copied, because these folders are not part of the model: %s",
-                folder,
-                ", ".join(others),
-            )
+        others = [entry.name for entry in folder.iterdir() if _is_left(entry)]
+        if others:
+            words = "%s: not copied, because these folders and data sets are not part of the model: %s"
+            logger.info(words, folder, ", ".join(sorted(others)))
     files = _by_name(source).items()
     return {name: _copy(file, target / name) for name, file in files if not (target / name).exists()}
 

@@ -232,8 +232,8 @@ class VirtualModels(torch.nn.Module):
         Args:
             input_ids: ``[batch, seq]``; with ``cu_seqlens`` ``[1, tokens]``.
             mask: ``[batch, seq]``, False (0) for padding, which may be on either side; None: no padding.
-            cu_seqlens: ``[sequences + 1]``, boundaries of packed sequences in the one row.
-            packed: Pack the sequences of a micro-batch into one row, without padding between them.
+            cu_seqlens: ``[sequences + 1]``, boundaries of packed sequences in the one row; given on all ranks or none.
+            packed: Pack the sequences of a micro-batch into one row, without padding between them; equal on all ranks.
             temperature: Divisor of the logits.
             entropy: Also the entropy of the distribution that each token was drawn from.
             micro_batch_size: Sequences of a micro-batch.

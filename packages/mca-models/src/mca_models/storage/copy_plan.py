@@ -317,9 +317,9 @@ def _blocks_per_row(rule: Rule, whole: Shape, sides: Sequence[Side]) -> int:
         return whole[-1] if whole else 1
     is_cut = rule.shard.axis == len(whole) - 1
     shards = lcm(*(side or 1 for side in sides)) * sum(rule.shard.segments) if is_cut else 1
-    # two in each shard, which stay neighbours if the rule moves it as one; of four at least, an alternation parts some
-    blocks = 2 * max(shards, 2)
-    if blocks < whole[-1] and whole[-1] % blocks == 0:
+    # pairs in each shard, which stay neighbours if the rule moves it as one; of four or more, an alternation parts some
+    fitting = (blocks for blocks in range(2 * shards, whole[-1], 2 * shards) if whole[-1] % blocks == 0)
+    if blocks := next((blocks for blocks in fitting if blocks >= 4), 0):
         try:
             if all(_keeps_pairs(_numbered_parts(rule, whole, blocks, side)) for side in sides):
                 return blocks

@@ -22,18 +22,29 @@ MERGER, WINDOWS = "merger.", f"{TOWER}vit_merger."
 def window_merger(vision: VisionValues) -> Shapes:
     """Return the tensors of the attention within windows of patches, and of the MLP that merges each window."""
     width, inner = vision.size("hidden_size", 768), vision.size("intermediate_size", 3072)
-    high, wide = vision.sides("window_kernel_size", (2, 2))
-    merged = width * high * wide
+    merged = 4 * width
     found = {**norm("layer_norm1", width), **norm("pre_norm", merged)}
     for x in ("q", "k", "v", "out"):
         found |= linear(f"self_attn.{x}_proj", width, width)
-    found |= linear("linear_1", inner * high * wide, merged)
-    return found | linear("linear_2", width, inner * high * wide)
+    found |= linear("linear_1", 4 * inner, merged)
+    return found | linear("linear_2", width, 4 * inner)
+
+
+def require_two_by_two(values: VisionValues, key: str) -> None:
+    """Raise if ``key`` is another size than that of the merging linears, which transformers fixes.
+
+    Raises:
+        McaError: It is.
+    """
+    if (sides := values.sides(key, (2, 2))) != (2, 2):
+        raise McaError(f"'{key}' of config.json is {list(sides)}; expected [2, 2]")
 
 
 def tensors(config: McaModelConfig) -> Shapes:
     """Return every tensor of tower and merger."""
     about, vision = vision_values(config)
+    require_two_by_two(about, "merge_kernel_size")
+    require_two_by_two(vision, "window_kernel_size")
     width, times = vision.size("hidden_size", 768), about.layers("merger_times", 1)
     found = {TOWER + name: shape for name, shape in siglip_tower(vision, head=False).items()}
     found |= {WINDOWS + name: shape for name, shape in window_merger(vision).items()}
@@ -64,9 +75,8 @@ def merges_windows(config: McaModelConfig) -> bool:
 def tokens_of_size(config: McaModelConfig, rows: int, columns: int) -> int:
     """Return the features of an image or a slice of ``rows`` times ``columns`` patches."""
     about, _ = vision_values(config)
-    high, wide = about.sides("merge_kernel_size", (2, 2))
-    times, merged = about.layers("merger_times", 1), 2 if merges_windows(config) else 1
-    return int(rows // (merged * high**times)) * int(columns // (merged * wide**times))
+    merged: int = 2 ** (about.layers("merger_times", 1) + merges_windows(config))
+    return (rows // merged) * (columns // merged)
 
 
 FAMILY = vision_language_family(

@@ -136,7 +136,7 @@ def _fault(entry: _Quantised, scales: Tensor, start: int | None) -> str | None:
     if not fits:
         rows = "" if start is None else f" from row {start} on"
         return f"has shape {list(given)}{rows}, expected {list(grid)}"
-    return "came twice" if entry.rows[first : first + len(scales) if given else None].any() else None
+    return "came twice" if entry.rows[first : None if start is None else first + len(scales)].any() else None
 
 
 def _scale_fault(scales: Tensor) -> str | None:

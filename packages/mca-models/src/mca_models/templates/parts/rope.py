@@ -44,12 +44,12 @@ def alpha_rope(hf: HfConfig) -> JsonObject:
 
 
 def derive_dual_rope(hf: HfConfig, base: float, local_base: float) -> JsonObject:
-    """Both ropes, from transformers 5's parameters by kind of layer, or those of full layers from 4's keys.
+    """Return the ropes of full and sliding-window layers, from the keys of transformers 5 or (full layers) 4.
 
     Args:
         hf: ``config.json``.
-        base: Of full layers, if it says none.
-        local_base: Of sliding-window layers, if it says none.
+        base: Base of full layers without a ``rope_theta``.
+        local_base: Base of sliding-window layers without one.
     """
     rope = dict(hf.get("rope_parameters") or {})
     full = {**(rope.get(FULL) or {"rope_type": "default"}), **(hf.get("rope_scaling") or {})}
