@@ -56,14 +56,14 @@ class SliceTokens(ImageTokens):
         sizes |= {"downsample_mode": self._mode}
         whole = own.find_best_resize(size, **sizes, allow_upscale=slices is None)
         if slices is None:
-            return self.sliced(0, 0, [self._of_pixels(*whole)])
+            return self.sliced(0, 0, [self._count_features(*whole)])
         rows, columns = slices
         high, wide = own.get_refine_size(size, slices, **sizes, allow_upscale=True)
         return self.sliced(
-            rows, columns, [self._of_pixels(*whole), self._of_pixels(high // rows, wide // columns)]
+            rows, columns, [self._count_features(*whole), self._count_features(high // rows, wide // columns)]
         )
 
-    def _of_pixels(self, height: int, width: int) -> int:
+    def _count_features(self, height: int, width: int) -> int:
         return self.features(height // self.processor.patch_size, width // self.processor.patch_size)
 
     def _made(self, made: Mapping[str, Tensor]) -> list[Grid]:

@@ -28,7 +28,7 @@ FRAMES = 32
 """Default number of frames of a video in a plan."""
 FRAME_TOKENS = 70
 """Tokens of a frame of Gemma 4, by default of its video processor."""
-WHOLE = 64
+COUNTED_SIDE = 64
 """Patches along a side of an image whose features are counted, a multiple of those that towers merge."""
 FRAME_WORDS = 10
 """Tokens of the time of a frame and of the marks around it, which most families write."""
@@ -209,7 +209,11 @@ def _image_layout(config: McaModelConfig, vision: Values, sizes: Values) -> Imag
     if family.image_tokens == "thumbnail_tiles":
         return "shapes", None, vision.get("downsample_factor", 2)
     if family.image_tokens == "numbered_slices" and family.tokens_of_size is not None:
-        return "loose_patches", None, isqrt(WHOLE**2 // family.tokens_of_size(config, WHOLE, WHOLE))
+        return (
+            "loose_patches",
+            None,
+            isqrt(COUNTED_SIDE**2 // family.tokens_of_size(config, COUNTED_SIDE, COUNTED_SIDE)),
+        )
     if family.image_tokens == "joined_tiles":
         return "joined_tiles", None, 1
     side = _square_side(sizes["image_size"])
@@ -334,7 +338,7 @@ class Images:
     def flops(self, sequences: int) -> float:
         """Return the forward FLOPs for ``sequences``: GEMMs, attention within images, and projectors."""
         tower, patches = self.tower, sequences * self.patches
-        merged = tower.hidden * tower.merge**2 / self._fewer
+        merged = tower.hidden * tower.merge**2 / self._patches_per_projected
         factors = 3 if _BLOCKS.get(tower.kind, _Block()).inner == _GATED.inner else 2
         layer: float = 4 * tower.hidden**2 + factors * tower.hidden * tower.inner
         keys = sum(tower.score_keys) / tower.depth if tower.score_keys else self._attended
@@ -343,7 +347,9 @@ class Images:
         layers = before * (layer + scores) + (tower.depth - before) * (layer + scores / 4) / 4
         if tower.merges_after:
             layers += 4 * tower.hidden**2 + 5 * tower.hidden * tower.inner
-        projected = 1.0 * tower.projectors * (merged + tower.features) * tower.hidden / self._fewer
+        projected = (
+            1.0 * tower.projectors * (merged + tower.features) * tower.hidden / self._patches_per_projected
+        )
         projected += tower.visual_vocab_size * (tower.hidden + tower.features / tower.merge**2)
         return 2.0 * patches * (layers + tower.values * tower.hidden + projected)
 
@@ -363,7 +369,7 @@ class Images:
     def lines(self, sizes: Sizes) -> list[SavedTensor]:
         """Return the tensors that a micro-batch's images save for the backward pass."""
         tower, patches = self.tower, float(sizes.sequences * self.patches)
-        merged = patches / self._fewer * tower.hidden * sizes.width
+        merged = patches / self._patches_per_projected * tower.hidden * sizes.width
         found = []
         if "vision" in self.trained:
             kept = self._layers * self._block(sizes)
@@ -393,7 +399,7 @@ class Images:
         return patches * (block.attention * tower.hidden * width + norms + block.inner * tower.inner * width)
 
     @property
-    def _fewer(self) -> int:
+    def _patches_per_projected(self) -> int:
         """Patches for one that the projector gets."""
         return 4 if self.tower.merges_after else 1
 
