@@ -386,14 +386,11 @@ def test_images_of_a_sequence_are_sized_together_next_to_other_media(frames, tog
     assert found == (["together", *grids] if together else grids)
 
 
-@pytest.mark.parametrize("size", [(16, 16), (40, 24)])
-def test_frames_of_minicpm_are_images_with_slices(size, tmp_path, monkeypatch):
-    av = pytest.importorskip("av")
-    pytest.importorskip("torchvision")
-    from drawn_videos import write
+def minicpm_with_videos(folder, monkeypatch):
+    """Return MiniCPM-V and its video processor, both saved in ``folder``."""
     from transformers.models.minicpmv4_6.video_processing_minicpmv4_6 import MiniCPMV4_6VideoProcessor
 
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(folder / "cache"))
     kind, _ = minicpm()
     kind.tokenizer.chat_template = kind.tokenizer.chat_template.replace(
         "{% else %}{{ part['text'] }}",
@@ -401,7 +398,17 @@ def test_frames_of_minicpm_are_images_with_slices(size, tmp_path, monkeypatch):
     )
     videos = MiniCPMV4_6VideoProcessor(scale_resolution=16, patch_size=2, max_slice_nums=6)
     for processor in (kind.processor, videos):
-        processor.save_pretrained(tmp_path / "model")
+        processor.save_pretrained(folder / "model")
+    return kind, videos
+
+
+@pytest.mark.parametrize("size", [(16, 16), (40, 24)])
+def test_frames_of_minicpm_are_images_with_slices(size, tmp_path, monkeypatch):
+    av = pytest.importorskip("av")
+    pytest.importorskip("torchvision")
+    from drawn_videos import write
+
+    kind, videos = minicpm_with_videos(tmp_path, monkeypatch)
     write(tmp_path / "clip.mp4", 9, 4, *size)
     draw(tmp_path / "wide.png", *SIZES["wide"])
     turns = [
@@ -434,6 +441,26 @@ def test_frames_of_minicpm_are_images_with_slices(size, tmp_path, monkeypatch):
     assert len(found["target_sizes"]) == len(sample["images"].places) == images + frames
 
 
+def test_minicpm_sees_every_image_of_a_video_that_is_a_list(tmp_path, monkeypatch):
+    pytest.importorskip("av")
+    pytest.importorskip("torchvision")
+    kind, videos = minicpm_with_videos(tmp_path, monkeypatch)
+    frames = [f"{number}.png" for number in range(6)]
+    for number, name in enumerate(frames):
+        Image.new("RGB", (40, 24), (40 * number, 80, 10)).save(tmp_path / name)
+    turns = [{"role": "user", "content": "<video>?"}, {"role": "assistant", "content": "red"}]
+    (sample,) = load(kind, tmp_path, {"messages": turns, "videos": [frames]})
+    right = videos(
+        videos=[np.stack([np.asarray(Image.open(tmp_path / name)) for name in frames])],
+        do_sample_frames=False,
+        input_data_format="channels_last",
+        return_tensors="pt",
+    )
+    assert len(sample["images"].places) == len(right["target_sizes_videos"]) == 6 * (1 + 4)
+    pixels = sample["images"].tensors()["pixel_values"]
+    assert torch.equal(pixels, split_patches(right["pixel_values_videos"]))
+
+
 def test_options_of_videos_that_minicpm_cannot_use_raise_one_error():
     pytest.importorskip("torchvision")
     from transformers.models.minicpmv4_6.video_processing_minicpmv4_6 import MiniCPMV4_6VideoProcessor
@@ -444,9 +471,9 @@ def test_options_of_videos_that_minicpm_cannot_use_raise_one_error():
         return SliceVideoTokens(videos, options, slices)
 
     assert tokens(VideoOptions(max_frames=3)).grid(VideoFacts(80, 8.0, 448, 448)).frames == 3
-    with pytest.raises(
-        UsageError, match="video_fps is 2, but MiniCPMV4_6VideoProcessor takes one frame of each"
-    ):
+    assert tokens(VideoOptions(fps=1.0)).grid(VideoFacts(80, 8.0, 448, 448)).frames == 10
+    expected = r"video_fps is 2; expected 1, because MiniCPMV4_6VideoProcessor .*; leave it out"
+    with pytest.raises(UsageError, match=expected):
         tokens(VideoOptions(fps=2.0))
     with pytest.raises(UsageError, match="stack_frames is 3; expected 1"):
         tokens(VideoOptions(), stack_frames=3)

@@ -135,6 +135,17 @@ def test_tokens_frames_and_times_of_videos_are_those_of_the_processor(kind, fps,
     assert bool((where % 1).any()) == (kind == "qwen3_omni_moe" and fps is not None)
 
 
+@pytest.mark.parametrize("sound", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_image_of_a_video_that_is_a_list_is_seen(kind, sound, tokenizer, folder):
+    frames = [f"{number}.png" for number in range(12)]
+    for name in frames:
+        draw(folder / name, 24, 16)
+    options = {"use_audio_in_video": True} if sound else {}
+    (sample,) = load([asked({"type": "video", "video": frames})], kind, tokenizer, folder, **options)
+    assert len(sample["images"].tensors()["image_grid_thw"]) == len(frames) // 2
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_with_every_medium_are_those_of_the_processor(kind, tokenizer, folder):
     names = ("audio/spoken.wav", "video/clip.mp4", "image/wide.png", "audio/short.wav")
@@ -282,7 +293,7 @@ def test_compressed_sound_has_the_length_of_its_container(tokenizer, sounding):
     (sample,) = load([row], "qwen3_omni_moe", tokenizer, sounding, use_audio_in_video=True)
     found = sample["images"].tensors()["input_features"]
     assert found.shape[-1] == pytest.approx(230, abs=1) and found.std() > 0.1
-    video = open_video(str(sounding / "packed.mp4"), RowPaths())
+    video = open_video(str(sounding / "packed.mp4"), RowPaths(), lambda: 2.0)
     facts = video.facts(sound=True).sound
     heard = video.sound(RATE)
     assert len(heard) == facts.frames_at(RATE) == pytest.approx(2.3 * RATE, abs=2)

@@ -12,8 +12,9 @@ from tokenizers_for_tests import THINKING, byte_tokenizer
 
 from mca_config.errors import McaError
 from mca_train.config.arguments import PairArguments
+from mca_train.data.grids import Grid
 from mca_train.data.preferences import PairDataset
-from mca_train.data.token_cache import load_or_build
+from mca_train.data.token_cache import _VERSION, load_or_build
 from mca_train.data.token_dataset import TokenDataset
 from mca_train.tasks.load import load_mixture, load_tokenized
 from mca_train.tasks.table import TASKS
@@ -160,3 +161,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(McaError, match="file/cache: cannot be written"):
         loaded(jsonl(tmp_path / "a.jsonl", ROWS), tmp_path / "file" / "cache")
+
+
+def test_the_version_of_the_cache_changes_with_the_numbers_of_a_grid():
+    assert (_VERSION, len(Grid(1, 1).numbers)) == (16, 7), "raise _VERSION with each new number"

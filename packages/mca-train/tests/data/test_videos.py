@@ -402,8 +402,8 @@ def test_rows_of_a_dataset_open_no_other_files():
     paths = RowPaths("hf://datasets/org/name", ("hf://datasets/org/name",))
     for outside in ("../other/a.mp4", "/etc/a.mp4", "https://host/a.mp4", "file:///etc/a.mp4"):
         with pytest.raises(McaError, match=r"^video .* (is outside of|begins with file://)"):
-            open_video(outside, paths)
-    assert open_video("clips/a.mp4", paths).place == "hf://datasets/org/name/clips/a.mp4"
+            open_video(outside, paths, lambda: 2.0)
+    assert open_video("clips/a.mp4", paths, lambda: 2.0).place == "hf://datasets/org/name/clips/a.mp4"
 
 
 def test_a_damaged_file_is_named_when_a_batch_is_made(tokenizer, folder):

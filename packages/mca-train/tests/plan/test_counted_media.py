@@ -12,6 +12,7 @@ import torch
 from mca_config.errors import UsageError
 from mca_config.model_config import McaModelConfig
 from mca_models.templates import config_from_hf
+from mca_train.dry_run.samples import _PIXELS
 from mca_train.plan.audio_memory import plan_clips
 from mca_train.plan.vision_memory import Images, plan_images, plan_videos
 
@@ -30,12 +31,12 @@ def planned(name: str, **options: Any) -> Images:
     return found
 
 
-def processed(module: str, cls: str, **options: Any) -> dict[str, torch.Tensor]:
-    """Return what a processor makes of a square image of 448 pixels."""
+def processed(module: str, cls: str, pixels: int = 448, **options: Any) -> dict[str, torch.Tensor]:
+    """Return what a processor makes of a square image of ``pixels``."""
     from importlib import import_module
 
     kind = getattr(import_module(f"transformers.models.{module}"), cls)
-    image = np.zeros((448, 448, 3), np.uint8)
+    image = np.zeros((pixels, pixels, 3), np.uint8)
     return dict(kind()(images=[image], return_tensors="pt", **options).data)
 
 
@@ -77,12 +78,18 @@ def test_an_image_in_its_own_proportions_has_the_patches_of_the_processor() -> N
     assert (found.patches, found.tokens) == (high * wide, high * wide // 4)
 
 
-def test_an_image_of_minicpm_has_the_patches_of_the_processor() -> None:
+@pytest.mark.parametrize("pixels", [224, 448, 500, 896, 1344])
+def test_images_and_frames_of_minicpm_have_the_slices_of_the_processor(pixels: int) -> None:
     module = "minicpmv4_6.image_processing_pil_minicpmv4_6"
-    made = processed(module, "MiniCPMV4_6ImageProcessorPil")
-    ((high, wide),) = made["target_sizes"].tolist()
-    found = planned("minicpm-v-4.6", pixels=448)
-    assert (found.patches, found.tokens) == (high * wide, high * wide // 16)
+    sizes = processed(module, "MiniCPMV4_6ImageProcessorPil", pixels)["target_sizes"].tolist()
+    found = planned("minicpm-v-4.6", pixels=pixels)
+    areas = [high * wide for high, wide in sizes]
+    assert (found.patches, found.tokens) == (sum(areas), sum(areas) // 16)
+    assert found._attended == sum(area**2 for area in areas) / sum(areas)
+    assert _PIXELS[found.tower.form](found)["target_sizes"].tolist() == sizes
+    frames = plan_videos(published("minicpm-v-4.6"), ALL, LONG, takes=True, count=2, frames=3, pixels=pixels)
+    assert frames is not None
+    assert (frames.patches, frames.count * frames.tokens) == (6 * found.patches, 6 * found.tokens)
 
 
 FRAMES = 6

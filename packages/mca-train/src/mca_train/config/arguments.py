@@ -92,7 +92,8 @@ class DataArguments:
     video_fps: float | None = field(
         default=None,
         metadata={
-            "help": "Frames per second of a video that the model sees; None: those of the video processor, or 2."
+            "help": "Frames per second of a video that the model sees; None: those of the video processor, or 2 "
+            "(Qwen3-Omni: 1). MiniCPM-V always takes one frame a second: leave it out, or set 1."
         },
     )
     video_max_frames: int | None = field(

@@ -136,7 +136,7 @@ class MediaPlacer:
             require_equal_counts(self._next[medium], len(self._columns[medium]), medium)
 
 
-def open_media_file(medium: str, value: object, paths: RowPaths, fps: float) -> MediaFile:
+def open_media_file(medium: str, value: object, paths: RowPaths, fps: Callable[[], float]) -> MediaFile:
     """Return the medium ``value`` of a row; see `open_video` for ``fps``."""
     if medium == AUDIO:
         return open_audio(value, paths)

@@ -37,7 +37,7 @@ from mca_train.data.message_parts import MEDIA, media_type
 from mca_train.data.placeholders import IMAGE_TAG, MediaTagCheck, media_fields, require_no_placeholders
 from mca_train.data.row_paths import RowPaths
 from mca_train.data.video_sound import sounding_video_tokens
-from mca_train.data.video_tokens import DEFAULT_FPS, VideoOptions
+from mca_train.data.video_tokens import VideoOptions
 from mca_train.types import Upstream
 
 if TYPE_CHECKING:
@@ -227,8 +227,7 @@ class ImageRows:
             self._tag_check.check(words, row.keys(), "a turn of the user")
 
         def open_file(medium: str, value: object) -> MediaFile:
-            fps = self.arguments.video_fps or DEFAULT_FPS
-            return open_media_file(medium, value, self._reader.paths, fps)
+            return open_media_file(medium, value, self._reader.paths, lambda: self.tokens.list_fps)
 
         for columns in self._sequence_columns:
             turns = {name: plain[name] for name in columns if isinstance(plain.get(name), list)}

@@ -92,6 +92,11 @@ class MediaTokens:
         with _naming(f"{VIDEO} {file.place}"):
             return videos.grid(facts)
 
+    @property
+    def list_fps(self) -> float:
+        """Frames per second of a video that a row gives as a list of images."""
+        return self._videos.list_fps
+
     def in_sequence(self, grids: Sequence[Grid]) -> list[Grid]:
         """Return the grids of the media of one sequence, with their numbers; each was found for its medium alone."""
         counts, numbered = Counter[str](), []

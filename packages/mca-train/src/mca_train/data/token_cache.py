@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 Samples = TokenDataset | PairDataset
 Images = Callable[[], "tuple[datasets.Dataset, ImageRows, str]"]
 """Function that returns the rows, their image options, and the argument that names the files."""
-_VERSION = 15  # raised whenever the same rows give other samples
+_VERSION = 16  # raised whenever the same rows give other samples
 _ARRAYS = ("tokens", "offsets", "is_target", "values")
 _TABLE = ("starts", "grids", "origins")
 _CHUNK_BYTES = 1 << 20

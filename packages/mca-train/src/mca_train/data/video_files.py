@@ -4,7 +4,7 @@ PyAV reads from a file object and only formats of single files, so that no video
 """
 
 import importlib.util
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -212,13 +212,13 @@ def require_video_packages() -> None:
         raise UsageError(f"rows have videos, which need {' and '.join(missing)}; install mca-train[video]")
 
 
-def open_video(value: object, paths: RowPaths, fps: float = 2.0) -> Video:
+def open_video(value: object, paths: RowPaths, fps: Callable[[], float]) -> Video:
     """Return the video of a row: a path, a URL, bytes, base64, a list of images, or a mapping with one of them.
 
     Args:
         value: Value in the row.
         paths: Files that the row may open.
-        fps: Frames per second of a list of images.
+        fps: Function that returns the frames per second of a list of images, which is called only for one.
 
     Raises:
         McaError: The value is none of these, or the row may not open the file.
@@ -226,7 +226,7 @@ def open_video(value: object, paths: RowPaths, fps: float = 2.0) -> Video:
     if (plain := VideoFile.from_row(value, paths)) is not None:
         return plain
     if isinstance(value, list | tuple) and value:
-        return FrameFiles(tuple(open_image(each, paths) for each in value), fps)
+        return FrameFiles(tuple(open_image(each, paths) for each in value), fps())
     if isinstance(value, Mapping):
         require_no_video_options(value)
         if (inside := VideoFile.from_mapping(value)) is not None:

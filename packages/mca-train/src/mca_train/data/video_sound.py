@@ -54,6 +54,11 @@ class SoundingVideoTokens:
         self._videos, self._audio, self._marks = videos, audio, marks
         self._per_second, self._chunk = per_second, chunk
 
+    @property
+    def list_fps(self) -> float:
+        """Frames per second of a list of images."""
+        return self._videos.list_fps
+
     def grid(self, facts: VideoFacts) -> Grid:
         """Return the grid of a video.
 

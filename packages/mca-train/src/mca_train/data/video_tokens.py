@@ -25,9 +25,7 @@ from mca_models.media import ImageSpan
 from mca_models.megatron.features.media_features import split_patches
 from mca_models.templates.parts.vision_tower import VideoRules
 from mca_train.data.grids import Grid
-from mca_train.data.image_processors import (
-    frame_title,
-)
+from mca_train.data.image_processors import frame_title
 from mca_train.data.image_slices import SliceTokens
 from mca_train.data.image_tokens import locate_runs, require_unchanged
 from mca_train.data.patch_grids import resized_sides
@@ -87,6 +85,11 @@ class VideoTokens:
         self._sides = self._resized_sides(processor)
         self._sampled = lru_cache(maxsize=1 << 12)(self._sample)
         _apply_options(processor, options, DEFAULT_FPS if rules is None else rules.fps)
+
+    @property
+    def list_fps(self) -> float:
+        """Frames per second of a list of images, all of which the processor takes at this rate."""
+        return float(self.processor.fps or DEFAULT_FPS)
 
     def grid(self, facts: VideoFacts) -> Grid:
         """Return the grid of a video.
@@ -438,7 +441,7 @@ class PooledFrameTokens(_EvenFrames):
         }
 
 
-class SliceVideoTokens(_EvenFrames):
+class SliceVideoTokens(VideoTokens):
     """Video tokens of MiniCPM-V: each frame is an image with slices, all behind the number of the video.
 
     Args:
@@ -450,14 +453,13 @@ class SliceVideoTokens(_EvenFrames):
         UsageError: The options or the processor are not supported.
     """
 
-    _length = 1
-
     def __init__(self, processor: ImageProcessor, options: VideoOptions, slices: SliceTokens) -> None:
+        self._slices = slices
         super().__init__(processor, slices.token, options)
-        if options.fps is not None:
+        if options.fps not in (None, self.list_fps):
             raise UsageError(
-                f"video_fps is {options.fps:g}, but {type(processor).__name__} takes one frame of each second; leave "
-                "it out"
+                f"video_fps is {options.fps:g}; expected 1, because {type(processor).__name__} takes one frame of each "
+                "second; leave it out"
             )
         if processor.stack_frames > 1:
             raise UsageError(
@@ -467,7 +469,16 @@ class SliceVideoTokens(_EvenFrames):
         processor.max_num_frames = min(
             processor.max_num_frames, options.max_frames or processor.max_num_frames
         )
-        self._slices = slices
+
+    @property
+    def list_fps(self) -> float:
+        """Frames per second of a list of images, all of which the processor takes at this rate."""
+        return 1.0
+
+    def _resized_sides(self, processor: ImageProcessor) -> Callable[[int, int, int], tuple[int, int]]:
+        """Return the function from height, width and number of frames to one row of a frame's tokens."""
+        processor.temporal_patch_size = processor.merge_size = 1  # which it lacks
+        return lambda height, width, frames: (1, self._slices.grid(height, width).columns)
 
     def grid(self, facts: VideoFacts) -> Grid:
         """Return the grid of a video.

@@ -158,10 +158,11 @@ def _shapes(images: Images) -> dict[str, torch.Tensor]:
 
 
 def _loose_patches(images: Images) -> dict[str, torch.Tensor]:
-    along, side = images.side * images.tower.merge, images.tower.patch
+    side, extent = images.tower.patch, images.extent
+    assert extent is not None, "the plan knows the size of each slice"
     return {
         "pixel_values": torch.zeros(images.patches, 3, side, side),
-        "target_sizes": torch.tensor([[along, along]] * images.count),
+        "target_sizes": torch.tensor(extent.sizes * images.count),
     }
 
 

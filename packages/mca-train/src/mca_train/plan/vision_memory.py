@@ -250,10 +250,17 @@ def _square_side(size: int | Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class Extent:
-    """Tokens and tiles of one image, or of a video whose frames are tiles, where they do not follow from its side."""
+    """Tokens and tiles of one image, or of a video whose frames are tiles, where they do not follow from its side.
+
+    Args:
+        tokens: Number of tokens.
+        tiles: Number of tiles.
+        sizes: Rows and columns of the patches of each tile; empty: those of the tower.
+    """
 
     tokens: int
     tiles: int = 1
+    sizes: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -311,12 +318,17 @@ class Images:
     @property
     def patches(self) -> int:
         """Patches of the images of one sequence."""
-        return self.count * (1 if self.extent is None else self.extent.tiles) * self._attended
+        if self.extent is not None and self.extent.sizes:
+            return self.count * sum(rows * columns for rows, columns in self.extent.sizes)
+        return self.count * (1 if self.extent is None else self.extent.tiles) * int(self._attended)
 
     @property
-    def _attended(self) -> int:
-        """Patches of an image, or of a tile, which attend to each other."""
+    def _attended(self) -> float:
+        """Patches of an image, or of a tile, which attend to each other: their mean over all patches."""
         tower = self.tower
+        if self.extent is not None and self.extent.sizes:
+            areas = [rows * columns for rows, columns in self.extent.sizes]
+            return sum(area**2 for area in areas) / sum(areas)
         return (tower.tile // tower.patch) ** 2 if tower.tile else self.side**2 * tower.merge**2
 
     def flops(self, sequences: int) -> float:
@@ -489,11 +501,33 @@ def _extent(config: McaModelConfig, tower: VisionTower, pixels: int, count: int)
         return Extent(len(order) - 1 + family.tokens_per_image(config))
     if tower.score_keys and family.tokens_per_image is not None:
         return Extent(family.tokens_per_image(config))
+    if tower.form == "loose_patches":
+        return _slices(config, tower, pixels)
     if tower.form != "joined_tiles" or family.tokens_of_size is None:
         return None
     if count > 1 and family.tokens_together is not None:
         return Extent(family.tokens_together(config))
     return Extent(family.tokens_of_size(config, pixels, pixels), count_tiles(config, pixels, pixels))
+
+
+def _slices(config: McaModelConfig, tower: VisionTower, pixels: int) -> Extent:
+    """Return the image and its slices that the processor of MiniCPM-V makes, by default of a checkpoint."""
+    from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import MiniCPMV4_6ImageProcessorPil
+
+    family = get_family(config.model_type).vision
+    assert family is not None and family.tokens_of_size is not None, "it counts the features of a size"
+    processor = MiniCPMV4_6ImageProcessorPil(patch_size=tower.patch)
+    size = (pixels, pixels)
+    options = {"scale_resolution": processor.scale_resolution, "patch_size": tower.patch}
+    options["downsample_mode"] = (config.vision_fields or {}).get("downsample_mode", "16x")
+    slices = processor.get_sliced_grid(size, processor.max_slice_nums, processor.scale_resolution)
+    high, wide = processor.find_best_resize(size, **options, allow_upscale=slices is None)
+    sizes = [(high // tower.patch, wide // tower.patch)]
+    if slices is not None:
+        rows, columns = slices
+        high, wide = processor.get_refine_size(size, slices, **options, allow_upscale=True)
+        sizes += [(high // rows // tower.patch, wide // columns // tower.patch)] * (rows * columns)
+    return Extent(sum(family.tokens_of_size(config, *size) for size in sizes), len(sizes), tuple(sizes))
 
 
 def plan_videos(
@@ -536,12 +570,14 @@ def plan_videos(
             f"--image_size {pixels}: frames of {config.model_type} are all of {side} pixels; leave it out"
         )
     number, num_frames = 1 if count is None else count, FRAMES if frames is None else frames
+    frame_side = side or pixels or tower.side or PIXELS
     made = Images(
         tower=tower,
         count=number * -(-num_frames // tower.temporal),
-        pixels=side or pixels or tower.side or PIXELS,
+        pixels=frame_side,
         trained=trained,
         videos=VideoCount(number, num_frames),
+        extent=_extent(config, tower, frame_side, number) if tower.form == "loose_patches" else None,
         num_text_tokens=1 if family.video_tokens == "together" else FRAME_WORDS,
         has_image_count=_has_image_count(config),
     )
