@@ -18,7 +18,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Generator
-from functools import cache, partial
+from functools import cache, partial, wraps
 from pathlib import Path
 
 os.environ.setdefault("MCA_DEVICE", "cpu")  # before anything asks; what tests start inherits it
@@ -60,6 +60,7 @@ def capture_root_logger_only() -> None:
     """
     enter = catching_logs.__enter__
 
+    @wraps(enter)
     def enter_root(self: catching_logs[logging.Handler]) -> logging.Handler:
         manager = logging.getLogger().manager
         with logging._lock:  # type: ignore[attr-defined]  # another thread creates no logger meanwhile

@@ -161,7 +161,7 @@ KNOWN: dict[str, tuple[str, str, str, int]] = {
     "the directory cannot be listed when all is written": ("save", "opendir", "output_files.py", -1),
     "torch's reader of a random state": ("resume", "close", "/training/rng_", 0),
 }
-"""What left the other rank waiting, a file behind, or a traceback.
+"""Faults that once left the other rank waiting, a file behind, or a traceback.
 
 Kind of run, function, a part of the path or of the code, and which of these calls.
 """

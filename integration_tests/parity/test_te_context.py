@@ -103,7 +103,7 @@ UNREFUSED = (
     ("gpt_oss", "p2p", "a2a"),
     ("llama-one-group", "a2a", "num_heads"),
 )
-"""What mca refuses, and a word of what Transformer Engine says of it, or that it has no kernel."""
+"""Layouts that mca rejects: type, communication, and a word of Transformer Engine's error or for its missing kernel."""
 
 
 def unrefused(references: list[Reference], folder: Path) -> dict[str, tuple[Any, Any]]:

@@ -290,7 +290,7 @@ BIASED: dict[str, Settings] = {
     | EP
     | {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
 }
-"""What decides about the experts that take a token, and not about those that it chooses."""
+"""Options that change the experts that process a token, and not those that it chooses."""
 
 
 @pytest.fixture(scope="module")

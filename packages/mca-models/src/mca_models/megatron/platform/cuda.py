@@ -9,7 +9,7 @@ from functools import wraps
 
 import torch
 from torch.jit._builtins import _find_builtin, _register_builtin
-from torch.utils._device import _device_constructors
+from torch.utils._device import DeviceContext, _device_constructors
 
 from mca_models.megatron.platform._patch import CPU, Patch
 from mca_models.megatron.types import Upstream
@@ -134,24 +134,60 @@ def _type(self: torch.Tensor, *args: Upstream, **kwargs: Upstream) -> Upstream:
     return result.replace("torch.", "torch.cuda.", 1)
 
 
-_NEW = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
+_NEW = ("new", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros")
 """Methods of tensors that take a device."""
+_BY_NAME = {
+    torch: ("normal",),
+    torch.fft: ("fftfreq", "rfftfreq"),
+    torch.nested: ("nested_tensor", "as_nested_tensor"),
+}
+"""Functions that take a device, in addition to the constructors in ``torch`` and its ``*_like``."""
+
+
+def _replace(owner: Upstream, name: str, call: Callable[..., Upstream]) -> None:
+    """Set ``owner.name`` to ``call``, which is pickled by that name."""
+    if isinstance(owner, type):
+        call.__module__, call.__qualname__ = owner.__module__, f"{owner.__qualname__}.{name}"
+    else:
+        call.__module__, call.__qualname__ = owner.__name__, name
+    setattr(owner, name, call)
+
+
+def _replace_function(module: Upstream, name: str) -> None:
+    function = getattr(module, name)
+    _replace(module, name, created := _creating_on_cpu(function))
+    if operator := _find_builtin(function):
+        _register_builtin(created, operator)  # for torch.jit.script
 
 
 def _apply_cuda_tensors() -> None:
     tensor: Upstream = torch.Tensor
     tensor.cuda = lambda self, *a, **k: self
     tensor.pin_memory = lambda self, *a, **k: self
-    tensor.to, tensor.type = _to, _type
+    _replace(tensor, "to", _to)
+    _replace(tensor, "type", _type)
     for name in _NEW:
-        setattr(tensor, name, _creating_on_cpu(getattr(tensor, name)))
+        _replace(tensor, name, _creating_on_cpu(getattr(tensor, name)))
     # cached before they are replaced: `with torch.device(...)` recognises the functions that are called in the end
     constructors = _device_constructors()
     for name, function in list(vars(torch).items()):
         if callable(function) and (function in constructors or name.endswith("_like")):
-            setattr(torch, name, created := _creating_on_cpu(function))
-            if operator := _find_builtin(function):
-                _register_builtin(created, operator)  # for torch.jit.script
+            _replace_function(torch, name)
+    for module, names in _BY_NAME.items():
+        for name in names:
+            _replace_function(module, name)
+    _apply_device_context()
+
+
+def _apply_device_context() -> None:
+    context: Upstream = DeviceContext  # `with torch.device("cuda")`, torch.set_default_device("cuda")
+    init = context.__init__
+
+    @wraps(init)
+    def init_on_cpu(self: DeviceContext, device: Upstream) -> None:
+        init(self, _on_cpu(torch.device(device)))
+
+    context.__init__ = init_on_cpu
 
 
 CUDA_TENSORS = Patch(
