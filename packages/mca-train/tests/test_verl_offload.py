@@ -46,9 +46,9 @@ def test_a_storage_of_another_group_stays():
 
 
 def test_a_storage_of_a_gpu_is_copied_to_the_host():
-    # without the mode that turns CUDA devices into the CPU after a test that runs Megatron
-    with torch._C.DisableTorchFunction(), FakeTensorMode():
-        weights = torch.empty(8, device="cuda")
+    with FakeTensorMode():
+        # after a test that runs Megatron, `torch.empty` takes CUDA devices for the CPU
+        weights = torch.ops.aten.empty.memory_format([8], device="cuda")
         offload = StorageOffload(lambda: storages([weights]))
         offload.offload()
         (copy,) = offload._host.values()

@@ -49,8 +49,10 @@ def test_an_adapter_is_gathered_on_one_rank_where_one_receives_it(
     adapted: Any = SimpleNamespace(
         **dict.fromkeys(("config", "adapter", "rules")), rank_context=SimpleNamespace(rank=2), _live=list
     )
-    request: Any = SimpleNamespace(targets=lambda _: frozenset(targets), dtype=None, bucket_bytes=7)
-    sent = list(models.PeftModels._adapter_buckets(adapted, request, per_expert=False))
+    request: Any = SimpleNamespace(
+        targets=lambda _: frozenset(targets), dtype=None, bucket_bytes=7, per_expert=False
+    )
+    sent = list(models.PeftModels._adapter_buckets(adapted, request))
     assert gathered == [everywhere]
     assert sent == ([("tensor", 7)] if receives else [])
 

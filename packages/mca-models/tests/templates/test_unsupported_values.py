@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import tiny_hf  # noqa: F401  (registers the classes of kimi_k2 and mimo)
 import transformers
 
 from mca_config.errors import McaError
