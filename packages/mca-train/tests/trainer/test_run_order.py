@@ -30,12 +30,27 @@ def recorder(events: list[Any]) -> Any:
     return report
 
 
-def loop(events: list[Any], monkeypatch: pytest.MonkeyPatch, step: int = 0) -> Any:
-    """Return a loop whose parts report to ``events``; its state is at ``step``."""
-    report = recorder(events)
+def hugging_face(report: Any, step: int) -> Any:
+    """Return a trainer whose state is at ``step``."""
     state = SimpleNamespace(global_step=step, max_steps=9, epoch=0.0)
     control = SimpleNamespace(should_training_stop=False, should_epoch_stop=False)
     args = SimpleNamespace(output_dir="out", eval_on_start=False, ignore_data_skip=False)
+    return SimpleNamespace(
+        state=state,
+        control=control,
+        args=args,
+        ranks="ranks",
+        callback_handler=SimpleNamespace(train_dataloader=None),
+        fire=report("fire"),
+        _evaluate=report("evaluate"),
+        set_length=report("length"),
+        set_optimizer=report("optimizer"),
+    )
+
+
+def loop(events: list[Any], monkeypatch: pytest.MonkeyPatch, step: int = 0) -> Any:
+    """Return a loop whose parts report to ``events``; its state is at ``step``."""
+    report = recorder(events)
     sampler = SimpleNamespace(
         shape=SimpleNamespace(global_size=8),
         num_steps=3,
@@ -49,19 +64,8 @@ def loop(events: list[Any], monkeypatch: pytest.MonkeyPatch, step: int = 0) -> A
         rate=SimpleNamespace(write=report("write rate")),
         engine=SimpleNamespace(optimizer=SimpleNamespace(param_groups="groups")),
     )
-    hf = SimpleNamespace(
-        state=state,
-        control=control,
-        args=args,
-        ranks="ranks",
-        callback_handler=SimpleNamespace(train_dataloader=None),
-        fire=report("fire"),
-        _evaluate=report("evaluate"),
-        set_length=report("length"),
-        set_optimizer=report("optimizer"),
-    )
     made = Loop(
-        hf,  # type: ignore[arg-type]
+        hugging_face(report, step),
         SimpleNamespace(training_step=report("step")),  # type: ignore[arg-type]
         "model",  # type: ignore[arg-type]
         runner=SimpleNamespace(training=training, load_weights=report("weights")),  # type: ignore[arg-type]
