@@ -5,9 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mca_convert import compare
 from mca_convert.engine import first_scale
 from mca_convert.fills import Chunk, Chunking, Fill, split
 from mca_convert.pool import Limits
+from mca_convert.reader import computed_bytes, is_any_kept
 from mca_models.storage.byte_ranges import Gather, Move, clip
 from mca_models.weights import Param
 
@@ -114,3 +116,23 @@ def test_a_fill_without_elements_has_the_first_scale() -> None:
     gather: Any = SimpleNamespace(shape=(0, 200), size=0)
     fill = Fill("file", "w", 0, gather, (), "BF16", "F8_E4M3", PARAM, scales="s")
     assert first_scale(fill, Chunk(0, 0, (), ())) == 0
+
+
+@pytest.mark.parametrize(("limit", "kept"), [(24, True), (23, False)])
+def test_a_computed_part_is_kept_if_its_bytes_fit(limit: int, kept: bool) -> None:
+    part: Any = SimpleNamespace(info=SimpleNamespace(itemsize=2), shape=(3, 4))
+    assert computed_bytes(part) == 24
+    assert is_any_kept((part,), limit) is kept
+
+
+def test_compared_stretches_fit_the_buffer_in_the_larger_dtype(monkeypatch) -> None:
+    sources: Any = [
+        SimpleNamespace(dtype=dtype, params=[Param(mca="w", hf=("w",))]) for dtype in ("BF16", "F32")
+    ]
+    for source in sources:
+        source.gathers = lambda param, side: [Gather((8,), (Move(0, 0, 0, 8, 1, 8, 8),))]
+    monkeypatch.setattr(compare, "source_dtypes", lambda source: {"w": source.dtype})
+    limits: Any = SimpleNamespace(buffer_bytes=16)
+    pairs = [*compare._pairs(*sources, SimpleNamespace(tensors=0, elements=0), limits)]
+    stretches = [(pair.sides[0].chunk.start, pair.sides[0].chunk.stop) for pair in pairs]
+    assert stretches == [(0, 4), (4, 8)], "16 bytes are 4 numbers of fp32"

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.activations import XIELUActivation
 
 from mca_models.megatron import platform
 from mca_models.megatron.features.biased_router import BiasedTopK
@@ -110,3 +111,20 @@ def test_xielu_has_the_dtype_of_the_model(dtype: torch.dtype) -> None:
     module = Xielu(SimpleNamespace(params_dtype=dtype))  # type: ignore[arg-type]
     assert {each.dtype for each in module.state_dict().values()} == {dtype}
     assert set(module.state_dict()) == {"alpha_p", "alpha_n", "beta", "eps"}
+
+
+def test_xielu_is_that_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    region = "megatron.core.tensor_parallel.mappings.copy_to_tensor_model_parallel_region"
+    monkeypatch.setattr(region, lambda weight: weight)
+    theirs = XIELUActivation(alpha_p_init=0.6, alpha_n_init=0.9, dtype=torch.float32)
+    mine = Xielu(SimpleNamespace(params_dtype=torch.float32))  # type: ignore[arg-type]
+    mine.load_state_dict({name: value.reshape(1) for name, value in theirs.state_dict().items()})
+    inputs = torch.tensor([-9.0, -1.0, -1e-7, 0.0, 1e-7, 0.5, 3.0])
+    x, y = inputs.clone().requires_grad_(), inputs.clone().requires_grad_()
+    (found, expected) = mine(x), theirs(y)
+    torch.testing.assert_close(found, expected)
+    found.sum().backward()
+    expected.sum().backward()
+    torch.testing.assert_close(x.grad, y.grad)
+    torch.testing.assert_close(mine.alpha_p.grad, theirs.alpha_p.grad)
+    torch.testing.assert_close(mine.alpha_n.grad, theirs.alpha_n.grad)

@@ -4,10 +4,11 @@ from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from mca_models.storage import lazy_tensor
-from mca_models.storage.lazy_tensor import _is_stack, _tiling_fault
+from mca_models.storage.lazy_tensor import Block, GridTensor, _is_stack, _tiling_fault
 
 
 def chunk(offsets: tuple[int, ...], shape: tuple[int, ...]) -> Any:
@@ -55,3 +56,15 @@ def test_chunks_of_a_grid_fill_it_once() -> None:
     assert _tiling_fault((4, 6), quarters[1:]) == "leave a hole"
     assert _tiling_fault((4, 6), [*quarters, chunk((0, 0), (4, 3))]) == "overlap"
     assert _tiling_fault((4, 5), quarters) == "reach outside of its shape [4, 5]"
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, None), (1, 3), (2, 4), (3, 4), (2, 2), (3, 1)])
+def test_rows_of_a_grid_are_those_of_the_full_tensor(start: int, stop: int | None) -> None:
+    full = np.arange(24, dtype=np.float32).reshape(4, 6)
+    blocks = []
+    for row, column in product((2, 0), (0, 3)):  # in any order
+        part = full[row : row + 2, column : column + 3]
+        tensor: Any = SimpleNamespace(shape=part.shape, array=lambda part=part: part)
+        blocks.append(Block((row, column), tensor))
+    grid = GridTensor("w", "F32", (4, 6), tuple(blocks))
+    assert np.array_equal(grid.read(start, stop), full[start:stop])

@@ -86,3 +86,18 @@ def test_modules_without_saved_scales_start_over_and_are_counted(
     caplog.clear()
     fp8_scales.load(tmp_path, [chunk])
     assert not caplog.records
+
+
+def test_scales_are_named_by_the_layer_in_the_model_and_the_expert_on_its_rank() -> None:
+    chunk: Any = torch.nn.Module()
+    chunk.layers = torch.nn.ModuleList([torch.nn.Module(), torch.nn.Module()])
+    for place, layer in enumerate(chunk.layers):
+        layer.layer_number = 5 + place  # Megatron counts from 1; four layers are on stages before
+        layer.fc = Fp8("scaling_fwd")
+    chunk.layers[1].local_experts = torch.nn.ModuleList([Fp8(), Fp8()])
+    assert [name for name, _ in fp8_scales._modules([chunk])] == [
+        "layers.4.fc",
+        "layers.5.fc",
+        "layers.5.local_experts.0_of_2",
+        "layers.5.local_experts.1_of_2",
+    ]

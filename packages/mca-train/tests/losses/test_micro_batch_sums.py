@@ -54,6 +54,8 @@ def test_a_sequence_has_the_log_probability_of_its_targets_alone(two_context_ran
     assert sums.tolist() == [-12, 0, 0, 0] and counts.tolist() == [4, 0, 0, 0]
     assert sums.dtype == counts.dtype == torch.float32
     assert counted_sequences(pack()).tolist() == [True, True, False, False]
+    single = pack(tokens_remaining=torch.tensor([[3, 2, 1, 0, 0, -1, -1, 0]]))
+    assert counted_sequences(single).tolist() == [True, True, True, False], "one token is a sequence"
 
 
 @pytest.mark.parametrize("length", [4, 5])

@@ -43,12 +43,13 @@ def made(**more: Any) -> Any:
         "padded_vocab_size": 34,
         "mtp_num_layers": 0,
     }
-    layout = {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "etp": 1}
+    layout = {"tp": 1, "pp": 1, "vpp": 1, "cp": 1, "ep": 1, "etp": 1}
     training = {"fp8": None, "fp8_recipe": None, "overlap_moe_expert_parallel_comm": False}
     training |= {"overlap_grad_reduce": False, "overlap_param_gather": False}
     training |= {"use_distributed_optimizer": True}
     training |= {"accumulate_allreduce_grads_in_fp32": None, "recompute_granularity": None}
     training |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+    training |= {"gradient_accumulation_steps": 1, "microbatch_group_size_per_vp_stage": None}
     config |= {name: more.pop(name) for name in [*more] if name in config}
     layout |= {name: more.pop(name) for name in [*more] if name in layout}
     training |= {name: more.pop(name) for name in [*more] if name in training}
@@ -305,3 +306,25 @@ def test_tensor_ranks_send_hidden_states_four_times() -> None:
     assert made()._tensor_messages() == 0
     assert made(tp=4)._tensor_messages() == pytest.approx(4 * (3 * 2 + 11 * 5 * 2 * 3 / 4))
     assert made(tp=16)._tensor_messages() == pytest.approx(4 * (7 * 4 + 11 * 5 * 2 * 15 / 16))
+
+
+@pytest.mark.parametrize(("vpp", "filled"), [(1, 1 + 1 / 4), (2, 1 + 1 / 2 / 4)])
+def test_a_step_waits_for_the_slowest_stage(vpp: int, filled: float, monkeypatch: Any) -> None:
+    """Two stages of two chunks each, 4 micro-batches: the second stage takes 3 + 8 seconds for each."""
+    chunks = {"a": _Layer(1, 2, 0.5), "b": _Layer(2, 4, 0.25), "c": _Layer(1, 1, 2), "d": _Layer(2, 7, 0)}
+    monkeypatch.setattr(StepTimeModel, "_chunk", lambda self, name: chunks[name])
+    monkeypatch.setattr(StepTimeModel, "_gradients", lambda self, count: count.dense / 10)
+    each = made(pp=2, vpp=vpp, gradient_accumulation_steps=4)
+    each.model.config.pipeline_plan = lambda: SimpleNamespace(chunks=[["a", "b"], ["c", "d"]])
+    trained: Any = [SimpleNamespace(dense=60, experts=4), SimpleNamespace(dense=20, experts=80)]
+    share: Any = SimpleNamespace(dense=2, experts=4)
+    found = each.step(trained, share, forwards=3, roughly=True)
+    assert found.passes == 4 * (3 + 8)
+    assert found.waiting == pytest.approx(4 * 11 * (filled - 1))
+    assert found.gradients == 6
+    assert found.optimizer == pytest.approx((60 / 2 + 4 / 4) * speed._STEPPED)  # one byte a second
+    assert found.of_messages == 4 * 2
+    assert found.extra_forward == pytest.approx(3 * 4 * 3 * filled)
+    assert found.total == pytest.approx(
+        4 * 11 * filled + found.gradients + found.optimizer + found.extra_forward
+    )
