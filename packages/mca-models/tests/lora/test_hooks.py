@@ -116,24 +116,33 @@ def test_a_fused_norm_gives_lora_the_normed_input(with_bias: bool) -> None:
     assert isinstance(output[0], Tensor)
 
 
-def test_grouped_experts_get_their_own_factors() -> None:
-    rules = rules_of("qwen3_moe", ["gate_proj", "up_proj"])
+@pytest.mark.parametrize(
+    ("targets", "leaf", "columns", "factors"),
+    [
+        (["gate_proj", "up_proj"], "linear_fc1", 32, 2 * (2 * 32 + 16 * 2)),
+        (["down_proj"], "linear_fc2", 16, 2 * 16 + 32 * 2),
+    ],
+)
+def test_grouped_experts_get_their_own_factors(
+    targets: list[str], leaf: str, columns: int, factors: int
+) -> None:
+    rules = rules_of("qwen3_moe", targets)
     some = AdapterRules(tuple(pair for pair in rules.factors if pair.target.base.expert in (0, 2)))
     chunk = torch.nn.Module()
-    chunk.fc1 = Grouped(3, 32, 32)
-    prefix = "decoder.layers.1.mlp.experts.linear_fc1.weight"
-    live = {f"{prefix}{number}": f"fc1.weight{number}" for number in (0, 2)}
+    chunk.fc = Grouped(3, 32, columns)
+    prefix = f"decoder.layers.1.mlp.experts.{leaf}.weight"
+    live = {f"{prefix}{number}": f"fc.weight{number}" for number in (0, 2)}
     items = list(attach(chunk, held(some, live, chunk), some, RANKS, dropout=0.0, grouped=True))
     randomise(items)
-    x, splits = torch.randn(9, 32), [4, 0, 5]
+    x, splits = torch.randn(9, columns), [4, 0, 5]
     first, last = (item.base + item.lora.product() for item in items)
     expected = torch.cat([linear(x[:4], first), linear(x[4:], last)])
-    torch.testing.assert_close(chunk.fc1(x, splits)[0], expected, atol=1e-4, rtol=1e-4)
-    assert torch.equal(chunk.fc1.lora(x, torch.tensor(splits)), chunk.fc1.lora(x, splits))
-    assert sum(p.numel() for p in chunk.fc1.lora.parameters()) == 2 * 2 * (2 * 32 + 16 * 2)
-    before = chunk.fc1(x, [3, 3, 3])[0][3:6]
+    torch.testing.assert_close(chunk.fc(x, splits)[0], expected, atol=1e-4, rtol=1e-4)
+    assert torch.equal(chunk.fc.lora(x, torch.tensor(splits)), chunk.fc.lora(x, splits))
+    assert sum(p.numel() for p in chunk.fc.lora.parameters()) == 2 * factors
+    before = chunk.fc(x, [3, 3, 3])[0][3:6]
     detach(items)
-    torch.testing.assert_close(chunk.fc1(x, [3, 3, 3])[0][3:6], before)  # expert 1 had none
+    torch.testing.assert_close(chunk.fc(x, [3, 3, 3])[0][3:6], before)  # expert 1 had none
 
 
 def test_dropout_is_of_the_input_and_only_in_training() -> None:
