@@ -91,7 +91,7 @@ def test_a_loss_with_a_reference_is_its_formula(kind: Any) -> None:
         loss(POLICY, TOKENS)
 
 
-def test_the_margin_of_simpo_is_a_half_unless_told() -> None:
+def test_the_margin_of_simpo_is_a_half_unless_set() -> None:
     loss = PreferenceLoss(kind="simpo", beta=BETA)
     means = [(-6 / 3, -9 / 2), (-20 / 5, -14 / 7), (-3.0, -8.0)]
     right = [-log(s(BETA * (chosen - rejected) - 0.5)) for chosen, rejected in means]
