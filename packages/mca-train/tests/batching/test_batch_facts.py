@@ -57,6 +57,12 @@ def test_a_sample_of_the_length_fits_with_its_padding(length: int, multiple: int
     assert packed.fill.length == room
 
 
+def test_both_sides_of_a_pair_count_for_the_length() -> None:
+    pair = {"chosen_input_ids": [1] * 5, "rejected_input_ids": [1] * 5}
+    with pytest.raises(McaError, match="dataset: sample 0 takes 10 tokens, but a pack holds 9"):
+        PackedDataset([pair], 9)
+
+
 def test_packs_are_current_until_the_samples_change() -> None:
     samples = rows(2, 3)
     packed = PackedDataset(samples, 4)
@@ -282,6 +288,7 @@ def test_a_step_sums_up_its_micro_batches_and_drops_the_experts_of_all() -> None
     step = StepBatch(micro_batches=parts, kl_batch=other, **sizes)
     assert (step.has_media, other.has_media) == (True, False)
     assert (step.image_tokens, step.audio_tokens, step.micro_batch_size, step.checksum) == (7, 3, 1, 0)
+    assert other.micro_batch_size == 1
     bare = step.without_routed_experts()
     assert bare.kl_batch is not None and other.without_routed_experts().kl_batch is None
     for found in (*bare.micro_batches, *bare.kl_batch.micro_batches):

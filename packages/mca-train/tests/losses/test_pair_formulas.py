@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from mca_config.errors import McaError
+from mca_train import groups
 from mca_train.losses.dpo import REFERENCE_LOSSES
 from mca_train.losses.options import LossType
 from mca_train.losses.preference import (
     PairLogps,
     PreferenceLoss,
+    counted_sequences,
     model_problems,
     reference_problems,
     split_pairs,
@@ -121,6 +123,16 @@ def test_logged_values_are_means_without_a_reference_alone(kind: Any, sums: bool
 def test_answers_alternate_and_a_last_one_without_partner_is_left_out(count: int) -> None:
     pairs = split_pairs(torch.arange(count))
     assert (pairs.chosen.tolist(), pairs.rejected.tolist()) == ([0, 2], [1, 3])
+
+
+def test_a_sequence_of_one_token_counts_and_padding_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "sum_over_context", lambda values: values)
+    batch: Any = SimpleNamespace(
+        tokens_remaining=torch.tensor([[0, -1, 1, 0, -1]]),
+        segments=torch.tensor([[0, 0, 1, 1, 2]]),
+        num_segments=4,
+    )
+    assert counted_sequences(batch).tolist() == [True, True, False, False]
 
 
 @pytest.mark.parametrize(
