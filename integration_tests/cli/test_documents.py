@@ -34,9 +34,8 @@ PAGES = [
 ]
 ELSEWHERE = {
     "docs/reinforcement_learning.md": "test_reinforcement_learning.py runs it, on two ranks",
-    "docs/weight_stream.md": "test_reinforcement_learning.py runs it, on two ranks",
     "docs/media.md": "test_quick_starts.py plans its runs, and the examples that it names are run",
-    "docs/add_a_family.md": "its commands are tests, which run anyway, and its snippet is a line of tiny_hf.py",
+    "docs/contribute.md": "its commands are tests, which run anyway, and test_add_a_layer.py runs its example",
 }
 EXAMPLE_SECONDS = 120
 """Of a processor, for all commands of an example: each job is promised to take a minute on two of them.
@@ -44,7 +43,7 @@ EXAMPLE_SECONDS = 120
 Seconds of processors and not of a clock, so that other work on the machine does not count. `_run` forks ``mca-train``
 and scripts from this process, so what they import (some ten seconds each time) does not count either.
 """
-AS_PUBLISHED = dict.fromkeys(("docs/plan.md", "docs/out_of_memory.md"), "tools/recipes/qwen3-8b.json")
+AS_PUBLISHED = {"docs/plan.md": "tools/recipes/qwen3-8b.json"}
 """Pages whose sizes are not changed, as plans need neither weights nor data; and the model's ``config.json``."""
 NOT_RUN = (
     "pip ",
