@@ -129,9 +129,7 @@ def test_the_page_on_monitoring_has_the_metrics_of_all_jobs_and_no_others():
 @pytest.mark.parametrize("package", sorted(LADDERS))
 def test_layers_of_the_page_on_contributing_are_those_of_the_test(package):
     (cells,) = [
-        cells
-        for cells in rows(DOCS / "contribute.md", "| package | layers |")
-        if cells[0] == f"`{package}`"
+        cells for cells in rows(DOCS / "contribute.md", "| package | layers |") if cells[0] == f"`{package}`"
     ]
     shown = re.findall(r"`(\w+)`", cells[1])
     expected = [name for layer in LADDERS[package] for name in layer if not name.startswith("_")]

@@ -108,7 +108,8 @@ def test_pictures_follow_a_dark_page_and_long_tables_a_narrow_one():
     assert '[data-md-color-scheme="slate"] .md-typeset img[src$=".svg"]' in css
     assert css.count("{") == css.count("}")
     keys = (ROOT / "docs" / "keys.md").read_text()
-    assert keys.startswith("# Keys and commands\n") and "h1#keys-and-commands)" in css  # the style sheet finds the page by its heading
+    assert keys.startswith("# Keys and commands\n")
+    assert "h1#keys-and-commands)" in css  # the style sheet finds the page by its heading
     headers = re.findall(r"^\| (?:key|argument) \|(.*)\|$", keys, re.MULTILINE)
     assert " value | default | meaning " in headers  # the columns that the style sheet turns into paragraphs
 
