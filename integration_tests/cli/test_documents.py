@@ -34,9 +34,10 @@ PAGES = [
 ]
 ELSEWHERE = {
     "docs/reinforcement_learning.md": "test_reinforcement_learning.py runs it, on two ranks",
-    "docs/media.md": "test_quick_starts.py plans its runs, and the examples that it names are run",
     "docs/contribute.md": "its commands are tests, which run anyway, and test_add_a_layer.py runs its example",
 }
+RUN_UP_TO = {"docs/vision.md": "\n## Videos\n"}
+"""Headings from which test_quick_starts.py plans the runs of a page, and the examples that it names are run."""
 EXAMPLE_SECONDS = 120
 """Of a processor, for all commands of an example: each job is promised to take a minute on two of them.
 
@@ -76,7 +77,8 @@ _SMALL_FLAGS = _SMALL | {"max_steps": 6, "nproc-per-node": 4}  # over those of t
 
 
 def _blocks(page: Path) -> Iterator[tuple[str, str]]:
-    yield from BLOCK.findall(page.read_text())
+    text, end = page.read_text(), RUN_UP_TO.get(str(page.relative_to(ROOT)))
+    yield from BLOCK.findall(text.partition(end)[0] if end else text)
 
 
 def _commands(text: str) -> Iterator[str]:

@@ -121,6 +121,7 @@ LONGEST = 600
 JOINED = {
     "contribute.md": 1700,
     "convert.md": 1300,
+    "data.md": 1000,
     "help.md": 1000,
     "launch.md": 900,
     "plan.md": 1000,
