@@ -92,17 +92,6 @@ def test_a_rank_that_cannot_write_raises_its_first_error(tmp_path: Path) -> None
     assert not faults
 
 
-@pytest.mark.parametrize(("size", "is_valid"), [(0, False), (1, True)])
-def test_a_bucket_has_at_least_one_byte(size: int, is_valid: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(export, "require_same_arguments", lambda *names, **arguments: None)
-    request = export.WeightRequest(bucket_bytes=size)
-    if is_valid:
-        request.require_valid()
-    else:
-        with pytest.raises(McaError, match="bucket_bytes is 0; expected a positive number of bytes"):
-            request.require_valid()
-
-
 def test_a_bucket_has_the_tensors_that_its_limit_allows() -> None:
     tensors = [(str(size), torch.zeros(size, dtype=torch.uint8)) for size in (512, 512, 256, 512, 2048, 256)]
     found = [[entry.name for entry in bucket.entries] for bucket in packed_buckets(tensors, 1024)]
