@@ -19,7 +19,6 @@ FILE = re.compile(r"# (\w+\.yaml)\n(?:# on (\d+) x H100 80 GB\n)?")
 BY_FLAGS = re.compile(r"^\$ mca-train (\w+ --.*)  # on (\d+) x H100 80 GB$", re.MULTILINE)
 ELSEWHERE = {
     "plan.md": "its file is planned on the page, and does not fit there",
-    "out_of_memory.md": "the same",
 }
 KINDS = ("pretrain", "sft", "dpo", "kto", "reward", "classify")
 

@@ -28,6 +28,46 @@ def test_ranks_go_on_in_fp32_with_the_same_weights(changes, model, tmp_path):
     assert first and first == second
 
 
+def resumed_with_shards(model: Path, output_dir: Path) -> tuple[Any, Any]:
+    """Return this rank's shards of main parameters and Adam's state: those saved, those that a resumed run has."""
+    from transformers import TrainerCallback
+
+    class Look(TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            begun.update(optimizer_shards(trainer))
+
+    begun: dict[str, Any] = {}
+    settings = ZERO | {"bf16": True, "save_strategy": "steps", "save_steps": 1, "warmup_steps": 0}
+    first = make_trainer(model, output_dir, max_steps=1, **settings)
+    quietly(first.train)
+    trainer = make_trainer(model, output_dir, max_steps=2, callbacks=[Look()], **settings)
+    quietly(lambda: trainer.train(resume_from_checkpoint=True))
+    return optimizer_shards(first), begun
+
+
+def optimizer_shards(trainer: Any) -> dict[str, Any]:
+    """Return the fp32 shards on this rank by parameter and kind, as lists of bits."""
+    import torch
+
+    (single,) = trainer.engine.optimizer.chained_optimizers
+    found = {}
+    for name, param in trainer.model.trained_parameters():
+        if (main := getattr(param, "main_param", None)) is not None:
+            kept = {"main": main} | single.optimizer.state[main]
+            for kind in ("main", "exp_avg", "exp_avg_sq"):
+                assert kept[kind].dtype == torch.float32
+                found[f"{name} {kind}"] = kept[kind].detach().view(torch.int32).tolist()
+    return found
+
+
+def test_shards_of_main_parameters_and_adams_state_resume_bit_for_bit(model, tmp_path):
+    ranks = run_ranks(2, resumed_with_shards, model, tmp_path)
+    assert all(saved == begun for saved, begun in ranks)
+    saved = [bits for shards, _ in ranks for name, bits in shards.items() if name.endswith(" main")]
+    assert any(each & 0xFFFF for bits in saved for each in bits), "not the rounded weights"
+    assert ranks[0][0].keys() != ranks[1][0].keys(), "each rank has its own shards"
+
+
 def in_half(model: Path, output_dir: Path, cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Return True if the main parameters of bf16 runs begin as the fp32 weights of the run that they resume."""
     import torch

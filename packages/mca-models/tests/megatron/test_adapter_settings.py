@@ -4,6 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from tiny_hf import SIZE
 
 from mca_models.megatron.peft import models
@@ -66,3 +67,35 @@ def test_each_copy_of_a_factor_has_a_number(axis: int | None, expert: int | None
     param: Any = SimpleNamespace(shard=SimpleNamespace(axis=axis), expert=expert)
     coordinates: Any = SimpleNamespace(tp=2, cp=1, dp=4, etp=6, edp=7)
     assert models._replica(param, coordinates, 3) == replica
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keywords", "prefix"),
+    [
+        ((), {}, ""),
+        (("model.",), {}, "model."),
+        (("model.", "more"), {}, "model."),
+        ((), {"prefix": "m."}, "m."),
+    ],
+)
+def test_factors_replace_those_of_megatron_under_the_prefix_of_the_state(
+    arguments: tuple[str, ...], keywords: dict[str, str], prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Chunk(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor, self.frozen = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
+
+        def sharded_state_dict(self, prefix: str = "", offsets: object = None) -> dict[str, object]:
+            assert offsets == (arguments[1] if len(arguments) > 1 else None)
+            return {f"{prefix}frozen": "base", f"{prefix}x.{models.CHILD}.factor": "Megatron's"}
+
+    monkeypatch.setattr(
+        models, "_sharded", lambda param, tensor, context: (param, tensor is chunk.factor, context)
+    )
+    chunk: Any = Chunk()
+    models.patch_sharded_state(chunk, {id(chunk.factor): "rule"}, "ranks")  # type: ignore[dict-item,arg-type]
+    found = chunk.sharded_state_dict(*arguments, **keywords)
+    assert found == {f"{prefix}frozen": "base", f"{prefix}factor": ("rule", True, "ranks")}
+    models.restore_sharded_state(chunk)
+    assert "sharded_state_dict" not in vars(chunk)

@@ -9,15 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save
+from safetensors.torch import save as saved_bytes
 
-from mca_config import McaError
+from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
 from mca_models.megatron.peft.models import PeftModels
-from mca_models.megatron.state import export, torch_dist
+from mca_models.megatron.state import export, save, torch_dist
 from mca_models.megatron.state.buckets import Unit
 from mca_models.megatron.state.export import packed_buckets
-from mca_models.megatron.state.save import _open_files
 from mca_models.megatron.state.sender import WeightSender
 from mca_models.megatron.virtual_models import VirtualModels
 from mca_models.weights.rules import Param
@@ -27,10 +26,70 @@ def test_no_checksum_is_made_of_what_no_manifest_names(tmp_path: Path) -> None:
     layout: Any = SimpleNamespace(files={"a.safetensors": ["x"]}, specs=lambda name: [("x", "U8", (4,))])
     place: Any = SimpleNamespace(world_size=1, rank=0)
     with ExitStack() as files:
-        writer = _open_files(place, layout, tmp_path, files)["x"]
+        writer = save._open_files(place, layout, tmp_path, files)["x"]
         writer.write("x", b"abcd", 0)
     assert (tmp_path / "a.safetensors").read_bytes().endswith(b"abcd")
     assert writer.record.crc32 == 0
+
+
+def test_each_rank_writes_each_second_file_of_two_and_receives_its_tensors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parameter q is split over two files; h is a tied copy of e, in another file."""
+    params = [Param(mca=name, hf=tuple(hf)) for name, hf in {"e": "e", "q": "ab", "z": "z"}.items()]
+    layout: Any = SimpleNamespace(
+        files={"1.safetensors": ["e", "a"], "2.safetensors": ["b", "h"], "3.safetensors": ["z"]},
+        params=params,
+        specs=lambda name: [(each, "U8", (2,)) for each in layout.files[name]],
+        written_as=lambda name: ("e", "h") if name == "e" else (name,),
+    )
+    units: list[Unit] = []
+    for name, replacement in {
+        "plan_buckets": lambda found, specs, config, limit: units.extend(found) or [],
+        "stream": lambda source, buckets: iter(()),
+        "run_on_all_ranks": lambda act: opened.update(act() or {}) if not opened else None,
+    }.items():
+        monkeypatch.setattr(save, name, replacement)
+    written = []
+    for rank in (0, 1):
+        place: Any = SimpleNamespace(world_size=2, rank=rank)
+        with ExitStack() as files:
+            writers = save._open_files(place, layout, tmp_path, files)
+            for name, writer in writers.items():
+                writer.write(name, b"xy", 0)
+        written.append(set(writers))
+    assert written == [{"e", "a", "z"}, {"b", "h"}]
+    opened = {"nothing": None}
+    source: Any = SimpleNamespace(rank_context=SimpleNamespace(world_size=2, rank=0), config=None)
+    save._stream(source, layout, {}, tmp_path)
+    assert [unit.targets for unit in units] == [{0, 1}, {0, 1}, {0}]
+    assert json.loads((tmp_path / "2.safetensors").read_bytes()[8:].split(b"}}")[0] + b"}}")[
+        "__metadata__"
+    ] == {"format": "pt"}
+
+
+def test_a_rank_that_cannot_write_raises_its_first_error(tmp_path: Path) -> None:
+    faults: list[Exception] = []
+    layout: Any = SimpleNamespace(written_as=lambda name: (name, f"{name} copied"))
+    entry = SimpleNamespace(name="x", view=lambda buffer: buffer)
+    experts = [Param(mca=f"w{number}", hf=("x",), expert=number, stacked=number > 0) for number in (0, 2)]
+    for param, start in zip(experts, (0, 2 * 8), strict=True):
+        found: list[Any] = []
+        writer: Any = SimpleNamespace(write=lambda *written, found=found: found.append(written))
+        bucket = SimpleNamespace(slots=[SimpleNamespace(param=param, outputs=[entry])])
+        filled: Any = SimpleNamespace(bucket=bucket, buffer=torch.arange(2.0))
+        save._write(filled, {"x copied": writer}, layout, faults)
+        ((name, data, offset),) = found
+        assert (name, data.tobytes(), offset) == ("x copied", torch.arange(2.0).numpy().tobytes(), start)
+    assert not faults
+    save._write(filled, {"x": None}, layout, faults)  # type: ignore[dict-item]
+    save._write(filled, {"x copied": 3}, layout, faults)  # type: ignore[dict-item]
+    assert len(faults) == 2
+    with ExitStack() as files, pytest.raises(AttributeError, match="NoneType"):
+        save._close_files(files, faults)
+    files.callback(faults.clear)
+    save._close_files(files, [])
+    assert not faults
 
 
 def test_a_bucket_has_the_tensors_that_its_limit_allows() -> None:
@@ -102,7 +161,7 @@ def test_a_manifest_has_the_safetensors_code_of_each_dtype(dtype: torch.dtype) -
     (bucket,) = packed_buckets([("x", torch.zeros(4).to(dtype))], 1024)
     (record,) = WeightSender(SimpleNamespace(), SimpleNamespace())._records(bucket)  # type: ignore[arg-type]
     assert (record.name, record.shape) == ("x", (4,))
-    header = json.loads(save({"x": torch.zeros(4).to(dtype)})[8:].split(b"}}")[0] + b"}}")
+    header = json.loads(saved_bytes({"x": torch.zeros(4).to(dtype)})[8:].split(b"}}")[0] + b"}}")
     assert record.dtype == header["x"]["dtype"]
 
 

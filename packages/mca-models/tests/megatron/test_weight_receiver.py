@@ -179,3 +179,12 @@ def test_each_parameter_knows_the_elements_that_it_takes(monkeypatch: pytest.Mon
     param.shard.axis, param.stacked = None, False
     made._add(param, SimpleNamespace(param=param), live, models)  # type: ignore[arg-type]
     assert [use.first for use in made._uses["first"]] == [12, 0]
+
+
+def test_a_tied_tensor_is_compared_at_each_place_where_it_is_used() -> None:
+    made, live = loading({"copy": "a"})
+    made.receive("a", torch.arange(24.0).view(8, 3), None)
+    made._uses["a"].append(_Use(live.clone().add_(1), made._uses["a"][0].moves, 12))
+    made.receive("copy", torch.arange(24.0).view(8, 3), None)
+    with pytest.raises(McaError, match="copy differs from the tensor that it is tied to"):
+        made.receiver.finish()

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mca_config.errors import McaError
+from mca_train.data.mixture import Mixture
 from mca_train.trainer import dpo, kto, logger, reference
 from mca_train.trainer.dpo import DpoTrainer, ExtraColumns
 from mca_train.trainer.kto import KtoTrainer
@@ -260,3 +261,28 @@ def test_answers_are_paired_with_those_of_other_samples_of_a_step(
         return
     with pytest.raises(McaError, match=words):
         KtoTrainer._add_kl_pairs(each, dataset, 5)
+
+
+@pytest.mark.parametrize(
+    ("is_mixture", "metric_names", "token_values", "names"),
+    [
+        (True, (), None, ("web", "code")),
+        (True, ("accuracy",), None, None),
+        (True, (), "values", None),
+        (False, (), None, None),
+    ],
+)
+def test_sources_have_losses_of_their_own_if_the_loss_is_that_of_tokens(
+    is_mixture: bool,
+    metric_names: tuple[str, ...],
+    token_values: str | None,
+    names: tuple[str, ...] | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(logger, "SourceLosses", lambda *given: given)
+    dataset: Any = Mixture.__new__(Mixture) if is_mixture else object()
+    if is_mixture:
+        monkeypatch.setattr(Mixture, "names", ("web", "code"), raising=False)
+    hooks = SimpleNamespace(metric_names=metric_names, token_values=token_values)
+    own: Any = SimpleNamespace(_hooks=hooks, _hf=SimpleNamespace(ranks=SimpleNamespace(device="cpu")))
+    assert Logger._new_source_losses(own, dataset) == ((names, "cpu") if names else None)
