@@ -1,10 +1,10 @@
-"""Writes docs/commands.md: what every command answers to ``--help``. Run as ``uv run tools/commands_page.py``."""
+"""Write what every command prints for ``--help`` into docs/keys.md. Run as ``uv run tools/commands_page.py``."""
 
 import contextlib
 import io
 from pathlib import Path
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "commands.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "keys.md"
 COMMANDS = (
     "mca-train",
     "mca-train plan",
@@ -20,54 +20,17 @@ COMMANDS = (
     "mca-convert verify",
     "mca-convert completion",
 )
-_HEAD = """# Commands
-
-This page shows what each command prints for `--help`; `tools/commands_page.py` writes it. [Keys](keys.md) lists the
-keys of the commands that train.
-
-Flags are written with `-` or `_`. A misspelt command or flag is an error that names the one you probably meant. Wrong
-usage ends with exit code 2, any other failure with 1. `--version` prints the version.
-`mca-train completion bash` and `mca-convert completion bash` (or `zsh`, `fish`) print scripts for your shell.
-
-## JSON
-
-`--json` prints one object with `schema` and `version`. Keys change only with the version, which is 1. Sizes are bytes.
-
-| schema | key | meaning |
-|---|---|---|
-| `mca-train/plan` | `possible`, `problems` | whether any machine could make the run, and why not |
-| | `missing` | what this machine lacks |
-| | `model` | `model_type`, `layers`, `parameters`, `trained_parameters` (null: all) |
-| | `world_size`, `layout_sizes`, `data_parallel_size` | ranks and sizes |
-| | `implementation` | whose layers were counted: `local` or `transformer_engine` |
-| | `global_batch`, `tokens_per_step`, `bubble`, `images`, `videos`, `clips` | of a step |
-| | `device` | with `--device`: its name and memory |
-| | `stages[]` | columns of a stage, `evaluation`, `beforehand`, `worst_routing`, `host`; with a device `fits` |
-| | `remedies[]` | `changes`, `bytes` of the fullest stage, `fits` |
-| | `dry_run` | with `--dry_run`: an object of schema `mca-train/dry-run` |
-| `mca-train/search` | `gpus`, `samples_per_step`, `device`, `efficiency` | what was searched for |
-| | `layouts[]` | `changes`, `layout_sizes`, `time` (seconds by part) |
-| | | `tokens_per_second_and_device`, `bytes` |
-| | `checked`, `refused[]` | layouts that went through the check, and what it found |
-| `mca-train/report` | `runs[]` | one for each directory: |
-| | `name` | of the directory |
-| | `began`, `task`, `world_size`, `layout` | as in `run.json`; null where it has none |
-| | `configuration`, `versions`, `plan` | the same |
-| | `seconds` | from the first log to the last |
-| | `measured_bytes` | the most that a rank has held since `began` |
-| | `curves` | `[step, value]` of everything that was logged |
-| | `checkpoints[]` | `name`, `bytes` |
-| `mca-convert/plan`, `.../inspect`, `.../verify` | `layout_sizes` | sizes of the layout (`inspect`: `sizes.layout`) |
-| | `sizes` | sizes of the model |
-| | `same`, `problems`, `differences` | of `verify` |
-| | `not_finite` | number of infinite and NaN values of each tensor |
-| | `refusals`, `notes`, `facts`, `holds` | text for people |
-"""
 
 
 def page() -> str:
-    """The whole document, by running the commands of this environment."""
-    return _HEAD + "".join(f"\n## `{name}`\n\n```text\n{_help(name)}```\n" for name in COMMANDS)
+    """Return the page with what the commands of this environment print."""
+    from mca_config.reference import update_document
+
+    return update_document(PAGE.read_text(encoding="utf-8"), {"commands": _commands})
+
+
+def _commands() -> str:
+    return "\n" + "\n".join(f"### `{name}`\n\n```text\n{_help(name)}```\n" for name in COMMANDS)
 
 
 def _help(name: str) -> str:

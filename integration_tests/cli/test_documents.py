@@ -34,17 +34,17 @@ PAGES = [
 ]
 ELSEWHERE = {
     "docs/reinforcement_learning.md": "test_reinforcement_learning.py runs it, on two ranks",
-    "docs/weight_stream.md": "test_reinforcement_learning.py runs it, on two ranks",
-    "docs/media.md": "test_quick_starts.py plans its runs, and the examples that it names are run",
-    "docs/add_a_family.md": "its commands are tests, which run anyway, and its snippet is a line of tiny_hf.py",
+    "docs/contribute.md": "its commands are tests, which run anyway, and test_add_a_layer.py runs its example",
 }
+RUN_UP_TO = {"docs/vision.md": "\n## Videos\n"}
+"""Headings from which test_quick_starts.py plans the runs of a page, and the examples that it names are run."""
 EXAMPLE_SECONDS = 120
 """Of a processor, for all commands of an example: each job is promised to take a minute on two of them.
 
 Seconds of processors and not of a clock, so that other work on the machine does not count. `_run` forks ``mca-train``
 and scripts from this process, so what they import (some ten seconds each time) does not count either.
 """
-AS_PUBLISHED = dict.fromkeys(("docs/plan.md", "docs/out_of_memory.md"), "tools/recipes/qwen3-8b.json")
+AS_PUBLISHED = {"docs/plan.md": "tools/recipes/qwen3-8b.json"}
 """Pages whose sizes are not changed, as plans need neither weights nor data; and the model's ``config.json``."""
 NOT_RUN = (
     "pip ",
@@ -77,7 +77,8 @@ _SMALL_FLAGS = _SMALL | {"max_steps": 6, "nproc-per-node": 4}  # over those of t
 
 
 def _blocks(page: Path) -> Iterator[tuple[str, str]]:
-    yield from BLOCK.findall(page.read_text())
+    text, end = page.read_text(), RUN_UP_TO.get(str(page.relative_to(ROOT)))
+    yield from BLOCK.findall(text.partition(end)[0] if end else text)
 
 
 def _commands(text: str) -> Iterator[str]:

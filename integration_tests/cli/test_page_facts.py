@@ -15,7 +15,7 @@ from source_tree import ROOT, SOURCES
 
 DOCS = ROOT / "docs"
 LADDERS = runpy.run_path(str(ROOT / "integration_tests/system/test_architecture.py"))["LADDERS"]
-ELSEWHERE = {"coming_from", "families", "llama_factory", "llama_factory_keys", "ms_swift", "roll", "verl"}
+ELSEWHERE = {"coming_from", "families", "llama_factory", "ms_swift", "roll", "verl"}
 """Pages with the keys of other programs, or of ``config.json``."""
 NO_KEYS = {
     "data": {"prompt"},  # of an entry of `datasets`
@@ -110,8 +110,8 @@ def test_keys_that_pages_set_exist(page):
     assert not {name for name in named if name not in known}
 
 
-def test_the_glossary_has_the_metrics_of_all_jobs_and_no_others():
-    page = (DOCS / "glossary.md").read_text().partition("## Metrics")[2]
+def test_the_page_on_monitoring_has_the_metrics_of_all_jobs_and_no_others():
+    page = (DOCS / "launch.md").read_text().partition("## Metrics\n")[2]
     shown = {
         name for line in page.splitlines() for name in re.findall(r"`([\w/]+)`", line.partition(" | ")[0])
     }
@@ -127,14 +127,12 @@ def test_the_glossary_has_the_metrics_of_all_jobs_and_no_others():
 
 
 @pytest.mark.parametrize("package", sorted(LADDERS))
-def test_layers_of_the_architecture_page_are_those_of_the_test(package):
+def test_layers_of_the_page_on_contributing_are_those_of_the_test(package):
     (cells,) = [
-        cells
-        for cells in rows(DOCS / "architecture.md", "| package | layers |")
-        if cells[0] == f"`{package}`"
+        cells for cells in rows(DOCS / "contribute.md", "| package | layers |") if cells[0] == f"`{package}`"
     ]
     shown = re.findall(r"`(\w+)`", cells[1])
     expected = [name for layer in LADDERS[package] for name in layer if not name.startswith("_")]
-    assert sorted(shown) == sorted(expected), "docs/architecture.md"
+    assert sorted(shown) == sorted(expected), "docs/contribute.md"
     height = {name: number for number, layer in enumerate(LADDERS[package]) for name in layer}
-    assert [height[name] for name in shown] == sorted(height[name] for name in shown), "docs/architecture.md"
+    assert [height[name] for name in shown] == sorted(height[name] for name in shown), "docs/contribute.md"

@@ -19,7 +19,6 @@ FILE = re.compile(r"# (\w+\.yaml)\n(?:# on (\d+) x H100 80 GB\n)?")
 BY_FLAGS = re.compile(r"^\$ mca-train (\w+ --.*)  # on (\d+) x H100 80 GB$", re.MULTILINE)
 ELSEWHERE = {
     "plan.md": "its file is planned on the page, and does not fit there",
-    "out_of_memory.md": "the same",
 }
 KINDS = ("pretrain", "sft", "dpo", "kto", "reward", "classify")
 
@@ -101,7 +100,7 @@ def needs(kind: str, file: Path | None, flags: list[str], gpus: int) -> tuple[in
     return largest_stage(plan), stages_over_limit(plan, device)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.stem}")
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_runs_of_a_page_fit_the_devices_that_it_names(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

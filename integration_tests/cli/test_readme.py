@@ -80,10 +80,10 @@ def quoted_messages(page: str) -> list[str]:
     return [part for part in parts if part]
 
 
-def test_the_messages_of_the_faq_are_those_of_the_programs():
+def test_the_messages_of_the_page_on_errors_are_those_of_the_programs():
     said = "".join(path.read_text() for path in ROOT.glob("packages/*/src/**/*.py"))
     said = re.sub(r'"\s*\n\s*[rf]*"', "", said)  # strings that go on in the next line
-    messages = quoted_messages((ROOT / "docs" / "faq.md").read_text())
+    messages = quoted_messages((ROOT / "docs" / "help.md").read_text())
     assert len(messages) > 14
     assert not [message for message in messages if message not in said]
 

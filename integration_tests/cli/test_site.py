@@ -42,7 +42,7 @@ def test_every_page_has_a_place_in_the_site():
 
 
 def test_the_python_reference_lists_exactly_the_public_names():
-    page = (ROOT / "docs" / "python_reference.md").read_text()
+    page = (ROOT / "docs" / "python.md").read_text()
     listed = re.findall(r"^::: (\w+)\.(\w+)$", page, re.MULTILINE)
     public = []
     for name in ("mca_config", "mca_convert", "mca_models", "mca_train"):
@@ -108,7 +108,8 @@ def test_pictures_follow_a_dark_page_and_long_tables_a_narrow_one():
     assert '[data-md-color-scheme="slate"] .md-typeset img[src$=".svg"]' in css
     assert css.count("{") == css.count("}")
     keys = (ROOT / "docs" / "keys.md").read_text()
-    assert keys.startswith("# Keys\n") and "h1#keys" in css  # the style sheet finds the page by its heading
+    assert keys.startswith("# Keys and commands\n")
+    assert "h1#keys-and-commands)" in css  # the style sheet finds the page by its heading
     headers = re.findall(r"^\| (?:key|argument) \|(.*)\|$", keys, re.MULTILINE)
     assert " value | default | meaning " in headers  # the columns that the style sheet turns into paragraphs
 
@@ -116,7 +117,17 @@ def test_pictures_follow_a_dark_page_and_long_tables_a_narrow_one():
 LOOKED_UP = {"keys.md", "families.md", "limits.md"}
 """Pages of long tables, in which a reader looks one line up."""
 LONGEST = 600
-"""Words of a page."""
+"""Words of a page about one subject, as each job is."""
+JOINED = {
+    "contribute.md": 1700,
+    "convert.md": 1300,
+    "data.md": 1000,
+    "help.md": 1000,
+    "launch.md": 900,
+    "plan.md": 1000,
+    "reinforcement_learning.md": 1200,
+}
+"""Words of the pages with several subjects, each below its own heading."""
 
 
 def hand_written_words(text: str) -> int:
@@ -128,7 +139,8 @@ def hand_written_words(text: str) -> int:
 
 def test_a_page_can_be_read_in_one_go():
     counts = {page.name: hand_written_words(page.read_text()) for page in ROOT.glob("docs/*.md")}
-    assert {name for name, count in counts.items() if count > LONGEST} == LOOKED_UP
+    assert {name for name, count in counts.items() if count > LONGEST} == LOOKED_UP | JOINED.keys()
+    assert not {name: counts[name] for name, most in JOINED.items() if counts[name] > most}
 
 
 def test_words_of_code_and_of_generated_tables_are_not_counted():

@@ -3,17 +3,22 @@
 import json
 import shutil
 import subprocess
+import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tools import mutate
 from tools.mutation.operators import Mutation, mutations
 from tools.mutation.reached_tests import TestMap
+from tools.mutation.recorder import Plugin, Recorder
 
+from mca_config.printable import suggestion
 from source_tree import ROOT
 
 PATH = "packages/mca-train/src/mca_train/losses/made.py"
@@ -243,3 +248,19 @@ def test_the_map_records_new_tests_and_keeps_the_others(tmp_path, monkeypatch):
     mapped(tmp_path, ("a.py::known", 1, [], []))
     assert mutate.record_map(tmp_path, ["-n", "0"]) == 0
     assert ran[1][-3:] == ["-n", "0", "a.py::new"]
+
+
+def test_a_test_is_recorded_after_one_that_ended_the_tracing():
+    recorder = Recorder()
+    item = SimpleNamespace(path=ROOT / "a.py", nodeid="a.py::test_a")
+    before = sys.gettrace(), threading.gettrace()
+    try:
+        sys.settrace(None)
+        protocol = Plugin(recorder).pytest_runtest_protocol(item)
+        next(protocol)
+        suggestion("layuot", ["layout"], "")
+        protocol.close()
+    finally:
+        sys.settrace(before[0])
+        threading.settrace(before[1])
+    assert "suggestion" in {code.co_name for code in recorder.reached["a.py::test_a"]}

@@ -22,12 +22,10 @@ pytestmark = pytest.mark.ranks
 
 
 def run_page(path: Path, folder: Path) -> dict[str, Any]:
-    """Run all examples of the two pages, one after the other, on every rank."""
+    """Run all examples of the page, one after the other, on every rank."""
     os.chdir(folder)
     names: dict[str, Any] = {"path": path, "engine": {}}
-    model, *others = blocks(ROOT / "docs" / "reinforcement_learning.md", "python")
-    stream = blocks(ROOT / "docs" / "weight_stream.md", "python")
-    for text in (model, *stream, *others):
+    for text in blocks(ROOT / "docs" / "reinforcement_learning.md", "python"):
         exec(compile(text, "example", "exec"), names)
     return {"tensors": len(names["engine"]), "zeros": int((names["found"].log_probs == 0).sum())}
 

@@ -122,6 +122,7 @@ class Plugin:
             if recorder.module:
                 recorder.write()
             recorder.module = module
+        recorder.trace()  # a test before may have ended the tracing
         recorder.switch(item.nodeid)
         result = yield
         recorder.switch("")

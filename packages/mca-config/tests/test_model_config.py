@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mca_config import McaError, McaModelConfig, ParallelLayout
+from mca_config.errors import list_problems
 from mca_config.model.fields import SECTIONS, group_fields
 
 DATA = Path(__file__).parent / "data"
@@ -284,3 +285,11 @@ def test_experts_without_weights_count_among_those_whose_names_fill_memory() -> 
     config(**large, moe_identity_experts=31)
     with pytest.raises(McaError, match="num_moe_experts 1 plus moe_identity_experts 65536 must be at most"):
         config(**large, moe_identity_experts=65536)
+
+
+def test_each_problem_of_a_section_is_one_line() -> None:
+    wrong = json.loads(json.dumps(document()))
+    wrong["model"]["attention"] |= {"kv_chanels": 4, "num_query_grups": 2}
+    with pytest.raises(McaError) as error:
+        McaModelConfig.from_dict(wrong, "some/mca_config.json")
+    assert ["kv_chanels" in line for line in list_problems(error.value)] == [True, False], error.value

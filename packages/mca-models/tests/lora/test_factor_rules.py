@@ -5,7 +5,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-import megatron.core.tensor_parallel
 import pytest
 import tiny_hf
 import torch
@@ -257,7 +256,7 @@ def test_ranks_drop_other_numbers_of_inputs_that_are_their_own(
             forks.append("fork")
             return nullcontext()
 
-    monkeypatch.setattr(megatron.core.tensor_parallel, "get_cuda_rng_tracker", Tracker)
+    monkeypatch.setattr("megatron.core.tensor_parallel.get_cuda_rng_tracker", Tracker)
     group: Any = Group(size)
     cut = Cut(axis, group, sequence=sequence, forked=forked)
     lora = LoraLinear([LoraPart("q", 2, 1.0, 4)], cut, torch.zeros(4, 8), p=0.5)

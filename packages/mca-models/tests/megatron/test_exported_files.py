@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
+from mca_config import McaError
 from mca_config.layout import ParallelLayout
 from mca_models.megatron.peft.models import PeftModels
 from mca_models.megatron.state import export, torch_dist
@@ -53,6 +54,23 @@ def test_each_argument_of_an_export_reaches_its_buckets(models: type[VirtualMode
     instance: Any = SimpleNamespace(export_buckets=lambda **arguments: passed.update(arguments) or ())
     assert not list(models.export_weights(instance, **{name: given[name] for name in names}))
     assert passed == {name: given[name] for name in names}
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"to": "last"}, "'last' is none of all, first"),
+        ({"dtype": "int4"}, "'int4' is none of"),
+        ({"bucket_bytes": 0}, "bucket_bytes is 0; expected a positive number"),
+    ],
+)
+def test_an_invalid_argument_of_an_export_is_named(
+    values: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export, "require_same_arguments", lambda *_, **__: None)  # needs process groups
+    export.WeightRequest(bucket_bytes=1, dtype="float16", to="first").require_valid()
+    with pytest.raises(McaError, match=words):
+        export.WeightRequest(**values).require_valid()
 
 
 @pytest.mark.parametrize(("split", "first_experts"), [(False, [None]), (True, [0, 1, 2])])

@@ -56,6 +56,7 @@ def check(param: Param, hf: list[np.ndarray], sides: list[Side]) -> None:
             assert len(gathers) == len(expected)
             for gather, piece in zip(gathers, expected, strict=True):
                 assert np.array_equal(fill(gather, held), piece)
+                assert all(min(move.run, move.repeat) > 0 for move in gather.moves)
 
 
 def numbered(*shapes: tuple[int, ...]) -> list[np.ndarray]:

@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import megatron.core.tensor_parallel
 import numpy as np
 import pytest
 import torch
@@ -45,7 +44,7 @@ def ranks_of(rank: int = 3, world: int = 8, **sizes: int) -> Any:
 @pytest.fixture
 def tracker(monkeypatch: pytest.MonkeyPatch) -> Tracker:
     made = Tracker()
-    monkeypatch.setattr(megatron.core.tensor_parallel, "get_cuda_rng_tracker", lambda: made)
+    monkeypatch.setattr("megatron.core.tensor_parallel.get_cuda_rng_tracker", lambda: made)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     return made
 

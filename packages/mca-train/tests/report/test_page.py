@@ -188,12 +188,12 @@ def test_the_same_is_printed_as_one_object(tmp_path, capsys):
     assert first["checkpoints"] == [{"name": "checkpoint-2", "bytes": 1024}]
     assert not (one / "report.html").exists()
     page = (
-        (Path(__file__).parents[4] / "docs/commands.md")
+        (Path(__file__).parents[4] / "docs/keys.md")
         .read_text()
-        .partition("## JSON")[2]
-        .partition("\n## ")[0]
+        .partition("### JSON")[2]
+        .partition("\n### ")[0]
     )
-    assert all(f"`{name}" in page for name in {*found, *first}), "docs/commands.md lists the keys"
+    assert all(f"`{name}" in page for name in {*found, *first}), "docs/keys.md lists the keys"
     assert main(["report", str(one), "--json", "--output", "x"]) == 2
     assert "--json prints the report and writes no page; leave out --output" in capsys.readouterr().err
 

@@ -285,8 +285,7 @@ def _without_padding(tensor: Tensor, leaf: OptimizerState, saved: tuple[int, ...
     if getattr(leaf, "allow_shape_mismatch", False) and isinstance(tensor, torch.Tensor):
         axis = leaf.prepend_axis_num
         known = saved[axis] - leaf.global_offset[axis]
-        if known < tensor.shape[0]:
-            tensor[max(known, 0) :] = 0
+        tensor[max(known, 0) :] = 0
     return tensor
 
 

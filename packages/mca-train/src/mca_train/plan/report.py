@@ -1,4 +1,4 @@
-"""Report of a plan, with the numbers of `plan.memory`: a text, or a JSON object that docs/commands.md explains."""
+"""Report of a plan, with the numbers of `plan.memory`: a text, or a JSON object that docs/keys.md explains."""
 
 from collections.abc import Sequence
 from dataclasses import asdict

@@ -10,7 +10,6 @@ from dataclasses import fields
 from mca_config.reference import Tables, cell, update_files
 from mca_train.config.arguments import DataArguments, LaunchArguments, LoraArguments
 from mca_train.config.renamed_options import RENAMED
-from mca_train.plan.options import PlanOptions
 from mca_train.reference.keys import Key, declared_keys, format_default, value_placeholder
 from mca_train.tasks.table import TASKS
 from mca_train.tasks.task import Task
@@ -28,12 +27,6 @@ def _renamed_table() -> str:
         )
     lines = [f"| {', '.join(keys)} | {message} |" for message, keys in rows.items()]
     return "\n".join(["| elsewhere | here |", "|---|---|", *lines])
-
-
-def _plan_flags() -> str:
-    rows = [(f"--{one.name} {one.metadata['value']}", one.metadata["help"]) for one in fields(PlanOptions)]
-    lines = [f"| `{flag.rstrip()}` | {text} |" for flag, text in rows]
-    return "\n".join(["| flag | |", "|---|---|", *lines])
 
 
 def _keys(*classes: type) -> Callable[[], str]:
@@ -63,7 +56,6 @@ def _rows(keys: Iterable[Key]) -> str:
 
 TABLES: Tables = {
     "renamed": _renamed_table,
-    "flags of plan": _plan_flags,
     "keys of data": _keys(DataArguments, LaunchArguments),
     "keys of lora": _keys(LoraArguments),
     **{f"keys of {name}": _task_table(task) for name, task in TASKS.items()},

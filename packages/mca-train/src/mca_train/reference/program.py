@@ -127,7 +127,7 @@ def _files() -> dict[str, Command]:
         usage="RUN_DIR [--compare OTHER_DIR] [--output FILE | --json]",
         summary="writes one page of HTML about a run, or about two side by side",
         text="Writes one page of HTML about a run, which needs no network: curves of all that was logged, memory "
-        "planned and measured, checkpoints, configuration, versions. docs/commands.md lists the keys of --json.",
+        "planned and measured, checkpoints, configuration, versions. docs/keys.md lists the keys of --json.",
         flags=_flags(
             compare=("OTHER_DIR", "another run for comparison"),
             output=("FILE", "where to write the page; default: RUN_DIR/report.html"),
