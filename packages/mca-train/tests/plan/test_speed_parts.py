@@ -328,3 +328,33 @@ def test_a_step_waits_for_the_slowest_stage(vpp: int, filled: float, monkeypatch
     assert found.total == pytest.approx(
         4 * 11 * filled + found.gradients + found.optimizer + found.extra_forward
     )
+
+
+@pytest.mark.parametrize(
+    ("tp", "cp", "latency", "groups"),
+    [(1, 2, 3, 4), (2, 3, 3, 2), (2, 4, 3, 2), (3, 3, 7, 4 / 3), (1, 9, 7, 4), (8, 2, 7, 1)],
+)
+def test_scores_hide_three_quarters_of_their_time_of_the_key_value_ring(
+    tp: int, cp: int, latency: int, groups: float
+) -> None:
+    """Keys of 6 and values of 3 channels of four groups go to each of the other ranks, beyond 8 ranks over nodes."""
+    attention = SimpleNamespace(num_query_groups=4, kv_channels=6, value_width=3)
+    each = made(tp=tp, cp=cp)
+    each.model.config.layer_config = lambda number: SimpleNamespace(attention=attention, mla=None)
+    ring = (cp - 1) * (latency + 11 * 2 * groups * (6 + 3))
+    assert each._context_messages(0, 0) == pytest.approx(ring)
+    assert each._context_messages(0, 20) == pytest.approx(ring - 15)
+    assert each._context_messages(0, 2 * ring) == 0
+    each.grid.layout.cp = 1
+    assert each._context_messages(0, 0) == 0
+
+
+def test_a_ring_of_mla_has_values_of_their_own_width() -> None:
+    mla = {"qk_head_dim": 4, "qk_pos_emb_head_dim": 2, "q_lora_rank": 5, "kv_lora_rank": 7, "v_head_dim": 8}
+    latent = SimpleNamespace(**mla, latent_head_gate=False)
+    attention = SimpleNamespace(num_query_groups=4, kv_channels=6, value_width=3)
+    each = made(cp=2)
+    each.model.config.layer_config = lambda number: SimpleNamespace(
+        attention=attention, mla=latent, hidden_size=5
+    )
+    assert each._context_messages(0, 0) == pytest.approx(3 + 11 * 2 * 4 * (6 + 8))

@@ -1,0 +1,255 @@
+"""Values that families derive from other keys of config.json, by hand."""
+
+from importlib import import_module
+from typing import Any
+
+import pytest
+
+from mca_models.templates.parts import gated_delta_net, moe, multipliers, sliding_window
+
+F, S, C, L = "full_attention", "sliding_attention", "chunked_attention", "linear_attention"
+
+
+def family(name: str, function: str = "derive") -> Any:
+    return getattr(import_module(f"mca_models.templates.{name}"), function)
+
+
+WIDTH = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
+CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    "afmoe without keys": (
+        family("afmoe"),
+        {"num_hidden_layers": 5, "hidden_size": 16, **WIDTH},
+        {
+            "layer_types": (S, S, S, F, S),
+            "no_rope_freq": (0, 0, 0, 1, 0),
+            "moe_layer_freq": (0, 1, 1, 1, 1),
+            "moe_shared_expert_intermediate_size": 48,
+            "embedding_multiplier": 1.0,
+        },
+    ),
+    "afmoe": (
+        family("afmoe"),
+        {
+            **{"num_hidden_layers": 3, "hidden_size": 16, **WIDTH, "global_attn_every_n_layers": 2},
+            **{"num_dense_layers": 2, "num_shared_experts": 3, "mup_enabled": True},
+        },
+        {
+            "layer_types": (S, F, S),
+            "moe_layer_freq": (0, 0, 1),
+            "moe_shared_expert_intermediate_size": 72,
+            "embedding_multiplier": 4.0,
+        },
+    ),
+    "cwm": (
+        family("cwm"),
+        {"num_hidden_layers": 5},
+        {"window_size": 8192, "layer_types": (F, S, S, S, F), "rotary_base": 1e6},
+    ),
+    "cwm without a window": (
+        family("cwm"),
+        {"num_hidden_layers": 5, "sliding_window": 0},
+        {"window_size": None, "layer_types": None},
+    ),
+    "ernie": (
+        family("ernie4_5_moe"),
+        {"num_hidden_layers": 4, **WIDTH},
+        {"moe_layer_freq": (0, 1, 1, 1), "moe_shared_expert_intermediate_size": 48},
+    ),
+    "ernie with every second layer to the fourth": (
+        family("ernie4_5_moe"),
+        {
+            **{"num_hidden_layers": 7, **WIDTH, "moe_layer_interval": 2, "moe_layer_end_index": 3},
+            **{"moe_layer_start_index": 1, "moe_num_shared_experts": 0},
+        },
+        {"moe_layer_freq": (0, 1, 0, 1, 0, 0, 0), "moe_shared_expert_intermediate_size": None},
+    ),
+    "gpt_neox": (
+        family("gpt_neox"),
+        {"num_attention_heads": 4, "hidden_size": 32, "max_position_embeddings": 64},
+        {"rotary_base": 1e4, "rotary_percent": 0.25, "parallel_block": "two_norms"},
+    ),
+    "gpt_neox in sequence": (
+        family("gpt_neox"),
+        {
+            **{"num_attention_heads": 4, "hidden_size": 32, "max_position_embeddings": 64},
+            **{"rotary_emb_base": 500, "rotary_pct": 0.5, "use_parallel_residual": False},
+        },
+        {"rotary_base": 500, "rotary_percent": 0.5, "parallel_block": "none"},
+    ),
+    "hyperclovax": (family("hyperclovax"), {}, {"norm_placement": "sandwich", "logits_scaling": 1.0}),
+    "hyperclovax with a factor": (
+        family("hyperclovax"),
+        {"use_post_norm": False, "logits_scaling": 4.0},
+        {"norm_placement": "pre", "logits_scaling": 0.25},
+    ),
+    "lfm2": (family("lfm2", "read"), {"intermediate_size": 1000}, {"ffn_hidden_size": 768}),
+    "lfm2 with a factor": (
+        family("lfm2", "read"),
+        {"intermediate_size": 1000, "block_multiple_of": 10, "block_ffn_dim_multiplier": 1.5},
+        {"ffn_hidden_size": 1000},  # 666 * 1.5 = 999
+    ),
+    "lfm2 without a multiple": (
+        family("lfm2", "read"),
+        {"intermediate_size": 1000, "block_ffn_dim_multiplier": None},
+        {"ffn_hidden_size": 666},
+    ),
+    "lfm2 as written": (
+        family("lfm2", "read"),
+        {"intermediate_size": 1000, "block_auto_adjust_ff_dim": False},
+        {"ffn_hidden_size": 1000},
+    ),
+    "lfm2_moe": (family("lfm2_moe", "read"), {"num_hidden_layers": 4}, {"moe_layer_freq": (0, 0, 1, 1)}),
+    "llama4": (
+        family("llama4_text"),
+        {"num_hidden_layers": 5},
+        {
+            "no_rope_freq": (0, 0, 0, 1, 0),
+            "layer_types": (C, C, C, F, C),
+            "moe_layer_freq": (1, 1, 1, 1, 1),
+            "attn_temperature": {"beta": 0.1, "length": 8192, "first": 1},
+            "qk_layernorm": True,
+            "qk_layernorm_after_rope": True,
+        },
+    ),
+    "llama4 with steps": (
+        family("llama4_text"),
+        {
+            **{"num_hidden_layers": 5, "interleave_moe_layer_step": 2, "no_rope_layer_interval": 3},
+            **{"attn_temperature_tuning": False, "use_qk_norm": False},
+        },
+        {
+            "no_rope_freq": (0, 0, 1, 0, 0),
+            "layer_types": (C, C, F, C, C),
+            "moe_layer_freq": (0, 1, 0, 1, 0),
+            "attn_temperature": None,
+            "qk_layernorm": False,
+        },
+    ),
+    "longcat": (
+        family("longcat_flash"),
+        {
+            **{"num_layers": 3, "hidden_size": 36, "q_lora_rank": 9, "kv_lora_rank": 4},
+            **{"qk_nope_head_dim": 5, "qk_rope_head_dim": 2, "ffn_hidden_size": 7},
+        },
+        {
+            "num_layers": 6,
+            "moe_layer_freq": (1, 0, 1, 0, 1, 0),
+            "kv_channels": 7,
+            "moe_shared_expert_intermediate_size": 7,
+            "query_multiplier": 2.0,
+            "latent_multiplier": 3.0,
+        },
+    ),
+    "smollm3": (
+        family("smollm3"),
+        {"num_hidden_layers": 5},
+        {"no_rope_freq": (0, 0, 0, 1, 0), "window_size": None, "layer_types": None},
+    ),
+    "smollm3 with windows": (
+        family("smollm3"),
+        {
+            **{"num_hidden_layers": 3, "no_rope_layer_interval": 2, "use_sliding_window": True},
+            "sliding_window": 9,
+        },
+        {"no_rope_freq": (0, 1, 0), "window_size": 9, "layer_types": (F, S, F)},
+    ),
+    "qwen2_moe": (
+        family("qwen2_moe"),
+        {"num_hidden_layers": 4, "use_sliding_window": True, "max_window_layers": 2},
+        {"window_size": 4096, "layer_types": (S, F, F, F)},
+    ),
+    "qwen3_moe": (family("qwen3_moe"), {"sliding_window": 8}, {"window_size": None}),
+    "qwen3_moe with windows": (
+        family("qwen3_moe"),
+        {"use_sliding_window": True},
+        {"window_size": 4096},
+    ),
+    "lists of a delta net": (
+        gated_delta_net.mixed_layers,
+        {"num_hidden_layers": 5},
+        {"layer_types": (L, L, L, F, L)},
+    ),
+    "scales of gemma": (
+        multipliers.scales,
+        {"hidden_size": 49},
+        {"softmax_scale": 1 / 16, "embedding_multiplier": 7.0},
+    ),
+    "the scale of cohere": (multipliers.read_logit_scale, {}, {"logits_scaling": 16.0}),
+    "windows by a pattern": (
+        sliding_window.derive_rotated_windows,
+        {"num_hidden_layers": 5, "sliding_window": 7, "sliding_window_pattern": "LLG"},
+        {"window_size": 7, "layer_types": (S, S, F, S, S), "no_rope_freq": (0, 0, 1, 0, 0)},
+    ),
+    "windows by a step": (
+        sliding_window.derive_rotated_windows,
+        {"num_hidden_layers": 5, "sliding_window": 7},
+        {"layer_types": (S, S, S, F, S)},
+    ),
+    "no rotated windows": (
+        sliding_window.derive_rotated_windows,
+        {"num_hidden_layers": 5},
+        {"window_size": None, "layer_types": None, "no_rope_freq": None},
+    ),
+    "windows of late layers": (
+        sliding_window.window,
+        {"num_hidden_layers": 30, "use_sliding_window": True},
+        {"window_size": 4096, "layer_types": (F,) * 28 + (S,) * 2},
+    ),
+    "grouped experts without keys": (
+        moe.grouped_experts,
+        {"num_hidden_layers": 2, **WIDTH},
+        {
+            "moe_layer_freq": (1, 1),
+            "moe_shared_expert_intermediate_size": None,
+            "moe_router_num_groups": None,
+            "moe_router_group_topk": None,
+            "mtp_num_layers": 0,
+        },
+    ),
+    "grouped experts": (
+        moe.grouped_experts,
+        {
+            **{"num_hidden_layers": 3, **WIDTH, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2},
+            **{"n_shared_experts": 2, "num_nextn_predict_layers": 1},
+        },
+        {
+            "moe_layer_freq": (0, 1, 1),
+            "moe_shared_expert_intermediate_size": 48,
+            "moe_router_num_groups": 4,
+            "moe_router_group_topk": 2,
+            "mtp_num_layers": 1,
+        },
+    ),
+    "one group of experts": (
+        moe.grouped_experts,
+        {"num_hidden_layers": 1, **WIDTH, "n_group": 1, "topk_group": 1},
+        {"moe_router_num_groups": None, "moe_router_group_topk": None},
+    ),
+    "sparse layers": (
+        moe.sparse_layers,
+        {"num_hidden_layers": 5, "decoder_sparse_step": 2, "mlp_only_layers": [3], "norm_topk_prob": True},
+        {"moe_layer_freq": (0, 1, 0, 0, 0), "moe_router_pre_softmax": False, "moe_aux_loss_coeff": 0.0},
+    ),
+    "sparse layers without keys": (
+        moe.sparse_layers,
+        {"num_hidden_layers": 2, "output_router_logits": True},
+        {
+            "moe_layer_freq": (1, 1),
+            "moe_router_pre_softmax": True,
+            "moe_aux_loss_coeff": 0.001,
+            "moe_router_load_balancing_type": "aux_loss",
+        },
+    ),
+    "layers with experts behind the first": (
+        moe.derive_moe_layers,
+        {"num_hidden_layers": 3},
+        {"moe_layer_freq": (0, 1, 1)},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_value_follows_from_other_keys(case: str) -> None:
+    derive, hf, expected = CASES[case]
+    found = derive(hf)
+    assert {name: found[name] for name in expected} == expected
