@@ -326,6 +326,16 @@ def test_a_list_of_images_is_a_video_of_sampled_frames(tokenizer, folder, tmp_pa
         sample["images"].tensors()
 
 
+def test_images_of_a_video_have_the_size_of_its_first_even_if_that_is_not_sampled(tmp_path):
+    draw(tmp_path / "first.png", 24, 16)
+    draw(tmp_path / "other.png", 40, 32)
+    names = [str(tmp_path / f"{name}.png") for name in ("first", "other", "first", "other")]
+    video = open_video(names, RowPaths(), lambda: 2.0)
+    assert video.frames([0, 2]).shape == (2, *video.images[0].size(), 3)
+    with pytest.raises(McaError, match=r"image 1 has another size \(24 x 16 and 40 x 32\); make them equal$"):
+        video.frames([1, 3])
+
+
 def test_options_choose_frames_as_the_processor_does(tokenizer, folder):
     row = asked({"type": "video", "path": "long.mkv"}, text("?"))
     for model in ("qwen2_5_vl", "qwen3_vl"):

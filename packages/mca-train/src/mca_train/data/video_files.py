@@ -180,10 +180,11 @@ class FrameFiles:
         Raises:
             McaError: An image cannot be read, or has another size than the first.
         """
+        first = self.images[0].size()  # `facts` has it, and the first image may not be among ``indices``
         found = [np.asarray(self.images[index].pixels()) for index in indices]
         for index, frame in zip(indices, found, strict=True):
-            if frame.shape != found[0].shape:
-                sizes = " and ".join(f"{wide} x {high}" for high, wide, _ in (found[0].shape, frame.shape))
+            if frame.shape[:2] != first:
+                sizes = " and ".join(f"{wide} x {high}" for high, wide in (first, frame.shape[:2]))
                 raise McaError(
                     f"video {self.place}: image {index} has another size ({sizes}); make them equal"
                 )
