@@ -103,7 +103,8 @@ class PackedDataset(Dataset[list[Sample]]):
         room = max(
             length + -length % multiple, int(fitting.max(initial=0))
         )  # a sample is not too long because of its padding
-        if len(needs) and (longest := int(needs.argmax())) >= 0 and needs[longest] > room:
+        if needs.max(initial=0) > room:
+            longest = int(needs.argmax())
             raise McaError(
                 f"{name}: sample {longest} takes {needs[longest]} tokens, but a pack holds {room}; raise "
                 "seq_length (the pack's length) or shorten the sample"
