@@ -120,3 +120,22 @@ def test_a_layer_with_a_rope_of_its_own_hands_on_what_a_kernel_reads_rightly() -
     config = SimpleNamespace(softmax_scale=None, kv_channels=8)
     for number, expected in enumerate(both.split((4, 6), -1), 1):
         assert torch.equal(attention(config, layer_number=number)(rotary_pos_emb=both), expected)
+
+
+class ScaleAtConstruction:
+    """Attention that keeps the scale of scores that its configuration had when it was built."""
+
+    def __init__(self, config: Any, *, layer_number: int) -> None:
+        self.layer_number, self.scale = layer_number, config.softmax_scale
+
+
+@pytest.mark.parametrize("before", [None, 0.5])
+def test_yarn_scales_scores_of_full_attention_layers_alone(before: float | None) -> None:
+    config = SimpleNamespace(softmax_scale=before, kv_channels=16)
+    kinds = ("full_attention", "sliding_attention")
+    scaled = with_layer_rope(ScaleAtConstruction, kinds, 1.5, (4, 6))
+    assert scaled(config, layer_number=1).scale == pytest.approx((before or 0.25) * 2.25)
+    assert scaled(config, layer_number=2).scale == before
+    assert config.softmax_scale == before
+    plain = with_layer_rope(ScaleAtConstruction, kinds, 1.0, (4, 6))
+    assert plain(config, layer_number=1).scale == before

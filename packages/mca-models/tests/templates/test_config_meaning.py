@@ -344,6 +344,19 @@ def test_blocks_of_an_indexer_that_fill_memory_are_refused() -> None:
         config_from_hf(described("minimax_m3_vl_text", index_block_size=10**12))
 
 
+@pytest.mark.parametrize(
+    ("key", "least"), [("index_block_size", 1), ("index_topk_blocks", 1), ("index_local_blocks", 0)]
+)
+def test_sizes_of_an_indexer_are_accepted_up_to_their_limits(key: str, least: int) -> None:
+    most = 1 << 20
+    for value in (least, most):
+        others = {"index_topk_blocks": most} if key == "index_local_blocks" else {"index_local_blocks": 0}
+        config_from_hf(described("minimax_m3_vl_text", **{**others, key: value}))
+    for value in (least - 1, most + 1, float(most)):
+        with pytest.raises(McaError, match=f"'{key}' is .*whole numbers from {least} to {most}"):
+            config_from_hf(described("minimax_m3_vl_text", **{key: value}))
+
+
 def test_ropes_of_granite_with_windows_are_scaled_if_all_layers_have_one() -> None:
     scaled = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
     one = described("granite_swa", layer_rope_theta=[1e4] * 4, rope_parameters=scaled)

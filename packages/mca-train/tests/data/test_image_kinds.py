@@ -18,6 +18,7 @@ from image_kinds import (
     gemma4,
     idefics,
     lfm2_vl,
+    llama4,
     llava_next,
     llava_onevision,
     minicpm,
@@ -39,6 +40,7 @@ from mca_train.data.grids import Grid
 from mca_train.data.image_processors import image_tokens
 from mca_train.data.image_rows import ImageReader
 from mca_train.data.image_slices import SliceTokens
+from mca_train.data.image_tiles import TileRowTokens
 from mca_train.data.media_tokens import MediaTokens
 from mca_train.data.video_files import VideoFacts
 from mca_train.data.video_tokens import PooledVideoTokens, SliceVideoTokens, VideoOptions
@@ -479,3 +481,14 @@ def test_options_of_videos_that_minicpm_cannot_use_raise_one_error():
         tokens(VideoOptions(), stack_frames=3)
     with pytest.raises(McaError, match=r"lasts 10.0 seconds, more than video_max_seconds 4"):
         tokens(VideoOptions(max_seconds=4.0)).grid(VideoFacts(80, 8.0, 448, 448))
+
+
+@pytest.mark.parametrize("size", [(16, 16), (16, 32), (32, 16), (32, 48)])
+def test_tiles_of_llama_4_are_counted_as_its_processor_cuts_them(size):
+    kind, _ = llama4()
+    tokens = TileRowTokens(kind.processor, 9, 4, [1, 2, 3, 4, 5])
+    cut = kind.processor(images=[Image.new("RGB", size[::-1])], return_tensors="pt")
+    grid = tokens._computed(*size)
+    assert grid.rows == len(cut["pixel_values"])
+    assert tokens.ids(grid).count(9) == 4 * grid.rows
+    assert tokens._made(cut) == [grid]
