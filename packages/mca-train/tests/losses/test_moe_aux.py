@@ -105,7 +105,7 @@ def test_layers_are_not_walked_where_none_looks_further_ahead() -> None:
 def router(segments: list[int], **more: Any) -> Any:
     """Three experts, of which a token has two; losses are averaged over ten tokens."""
     state = moe_aux.AuxLossState(0, capacity=None)
-    state.tokens, state.items_per_token, state.num_segments = 10.0, 0.5, 3
+    state.tokens, state.items_per_token, state.num_segments = 10.0, 0.5, 4
     state.segments = torch.tensor(segments)
     settings: dict[str, Any] = {"moe_z_loss_coeff": 0.1} | more
     return SimpleNamespace(
@@ -133,7 +133,7 @@ def test_a_balancing_loss_is_one_where_experts_have_equal_loads() -> None:
 
 def test_hugging_faces_balancing_loss_takes_the_softmax_without_padding() -> None:
     each = router([0, -1], **{moe_aux.HF_AUX_LOSS: True})
-    each.mca_aux_loss.logits = torch.tensor([[1.0, 2.0, 4.0], [9.0, 9.0, 9.0]])
+    each.mca_aux_loss.logits = torch.tensor([[1.0, 2.0, 4.0], [9.0, 9.0, 9.0]], dtype=torch.bfloat16)
     found = moe_aux._balance(each, torch.full((2, 3), 7.0), torch.tensor([6, 2, 4]))
     expected = torch.tensor([1.0, 2.0, 4.0]).softmax(0) @ torch.tensor([1.5, 0.5, 1.0])
     assert float(found) == pytest.approx(float(expected), rel=1e-6)
@@ -258,7 +258,7 @@ def test_each_balancing_loss_is_of_the_tokens_of_its_group(
     coefficients[kind] = 0.5
     found = loss(each, probs, scores, sent, with_padding_mask=True)
     assert found is not probs and torch.equal(found, probs)
-    by_sequence = [[1, 1, 0], [1, 0, 1], [0, 0, 0]]
+    by_sequence = [[1, 1, 0], [1, 0, 1], [0, 0, 0], [0, 0, 0]]
     assert summed == [(by_sequence if kind == "seq_aux_loss" else [2, 1, 1], group)]
     if kind == "seq_aux_loss":
         value = (0.5 + 0.25) * 1.5 + (0.125 + 0.375) * 1.5
