@@ -47,7 +47,8 @@ class Merging:
     def __init__(self, case: str, folder: Path, dtype: str = "float32") -> None:
         kind, stacked, settings = CASES[case]
         model_type, different = tiny_hf.ALL[kind]
-        document = {**tiny_hf.SIZE, **different, "model_type": model_type, "dtype": dtype}
+        sizes = {**tiny_hf.SIZE, "num_hidden_layers": 2, **different}
+        document = {**sizes, "model_type": model_type, "dtype": dtype}
         config = config_from_hf(document)
         draw = np.random.default_rng(7)
         entries: dict[str, list[Any]] = {}

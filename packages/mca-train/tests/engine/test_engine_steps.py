@@ -192,6 +192,23 @@ def test_a_step_without_targets_updates_nothing() -> None:
     assert (overflowed.updated, overflowed.grad_norm, overflowed.had_targets) == (False, None, True)
 
 
+@pytest.mark.parametrize(
+    ("count", "shown"), [(-1.0, "-1"), (float("inf"), "inf"), (float("nan"), "nan"), (0.25, None)]
+)
+def test_a_count_below_zero_or_without_bounds_is_an_error(count: float, shown: str | None) -> None:
+    steps: list[Any] = []
+    made: Any = SimpleNamespace(
+        _loss_count=torch.tensor(count),
+        optimizer=SimpleNamespace(step=lambda: steps.append(1) or (True, None, None)),
+    )
+    if shown is None:
+        assert Engine.optimizer_step(made).updated and steps == [1]
+        return
+    with pytest.raises(McaError, match=f"compute_loss returned counts with the sum {shown} over the global"):
+        Engine.optimizer_step(made)
+    assert not steps
+
+
 def test_learning_rates_of_a_run_may_change_later_and_nothing_else(tmp_path: Path) -> None:
     first = arguments(tmp_path, learning_rate=1e-3, min_lr=1e-5)
     group = {"max_lr": 1e-3, "min_lr": 1e-5}

@@ -74,11 +74,18 @@ def test_heads_are_split_for_muon_alone(name: str, split: bool, monkeypatch: pyt
     monkeypatch.setattr(upstream, "get_megatron_optimizer", lambda *arguments, **overrides: SimpleNamespace())
     monkeypatch.setattr(optimizer, "optimizer_settings", lambda args, dtype: {})
     monkeypatch.setattr(optimizer, "param_group_overrides", lambda args, config: {})
-    monkeypatch.setattr(optimizer, "rebuild_hybrids", lambda built: None)
+    repaired: list[Any] = []
+    for repair in ("_drop_stub_optimizers", "_share_loss_scale", "rebuild_hybrids"):
+        monkeypatch.setattr(optimizer, repair, lambda built, repair=repair: repaired.append((repair, built)))
     chunk: Any = torch.nn.ModuleList([Attention(8, 2, 2)])
     args: Any = SimpleNamespace(optimizer=name)
-    optimizer.build_optimizer([chunk], args, torch.float32)
+    built = optimizer.build_optimizer([chunk], args, torch.float32)
     assert hasattr(chunk[0].linear_qkv.weight, "is_qkv") is split
+    assert repaired == [
+        ("_drop_stub_optimizers", built),
+        ("_share_loss_scale", built),
+        ("rebuild_hybrids", built),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -170,3 +177,4 @@ def test_gradients_are_summed_in_fp32_unless_told(
         assert deferred == (chunks if overlapped else [])
     assert {ddp_config.grad_reduce_in_fp32 for ddp_config, _ in wrapped} == {in_fp32}
     assert [ddp_config.overlap_grad_reduce for ddp_config, _ in wrapped] == [False, False, True, True]
+    assert [options["disable_bucketing"] for _, options in wrapped] == [False, True] * 2

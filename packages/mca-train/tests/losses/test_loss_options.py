@@ -38,6 +38,7 @@ def test_the_defaults_are_those_of_trl() -> None:
             "rpo_alpha: dpo_loss orpo has the chosen answer's cross entropy",
         ),
         ({"rpo_alpha": -0.5}, "rpo_alpha is -0.5; expected 0 or more"),
+        ({"rpo_alpha": 0.0}, None),
         ({"label_smoothing": 0.1}, None),
         ({"kind": "robust", "label_smoothing": 0.1}, None),
         ({"kind": "robust"}, None),
@@ -65,6 +66,7 @@ def test_options_of_one_loss_are_refused_for_others(given: dict[str, Any], error
 def test_a_weight_below_zero_is_named_with_its_value(name: str) -> None:
     with pytest.raises(McaError, match=f"^{name} is -0.25; expected 0 or more$"):
         KtoOptions(**{name: -0.25})
+    assert getattr(KtoOptions(**{name: 0.0}), name) == 0.0
 
 
 SMOOTHED, CHUNKED, OVERLAPPED = "label_smoothing_factor", "loss_chunk_size", "overlap_param_gather"

@@ -12,7 +12,7 @@ from mca_train.losses.mtp import MtpLoss
 
 
 def test_the_loss_of_each_depth_is_divided_by_its_own_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Depth 1 predicts 3 of 4 tokens, depth 2 predicts 2; gradients are scaled for the model's count of 4."""
+    """One token of four is no target; gradients are scaled for the model's count of 4."""
     platform.prepare()
 
     def shifted(model: Any, values: torch.Tensor, packed: Any) -> torch.Tensor:
@@ -24,19 +24,22 @@ def test_the_loss_of_each_depth_is_divided_by_its_own_count(monkeypatch: pytest.
     model: Any = SimpleNamespace(
         mca_mtp_loss=state,
         output_layer=lambda states, weight: (states, None),
-        compute_language_model_loss=lambda labels, logits: logits * labels,
+        compute_language_model_loss=lambda labels, logits: logits * (labels + 1),
         config=SimpleNamespace(mtp_loss_scaling_factor=0.3),
     )
-    labels, mask = torch.tensor([[1.0, 2.0, 3.0, 4.0]]), torch.ones(1, 4)
+    labels, mask = torch.tensor([[1.0, 2.0, 3.0, 4.0]]), torch.tensor([[1.0, 1.0, 0.0, 1.0]])
     hidden = torch.ones(1, 4, requires_grad=True)
     further = [torch.full((1, 4), 2.0, requires_grad=True), torch.full((1, 4), 5.0, requires_grad=True)]
     rest = {"loss_mask": mask, "packed_seq_params": None}
-    mtp._add_losses(model, hidden, list(further), labels, rest).sum().backward()
-    assert state.losses.tolist() == pytest.approx([2 * (2 + 3 + 4) / 3, 5 * (3 + 4) / 2])
+    result = mtp._add_losses(model, hidden, list(further), labels, rest)
+    assert torch.equal(result, hidden)
+    result.sum().backward()
+    assert state.losses.tolist() == pytest.approx([2 * (3 + 5) / 3, 5 * 5 / 2])
     scale = 0.3 / 2 * 4
     assert further[0].grad is not None and further[1].grad is not None
-    assert further[0].grad.tolist()[0] == pytest.approx([scale / 3 * x for x in (2, 3, 4, 0)])
-    assert further[1].grad.tolist()[0] == pytest.approx([scale / 2 * x for x in (3, 4, 0, 0)])
+    assert hidden.grad is not None and hidden.grad.tolist() == [[1.0] * 4]
+    assert further[0].grad.tolist()[0] == pytest.approx([scale / 3 * x for x in (3, 0, 5, 0)])
+    assert further[1].grad.tolist()[0] == pytest.approx([scale / 2 * x for x in (0, 5, 0, 0)])
 
 
 def test_mtp_layers_get_the_inputs_of_the_decoder() -> None:
