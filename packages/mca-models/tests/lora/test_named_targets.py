@@ -5,6 +5,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import adapters
@@ -17,6 +18,7 @@ import transformers
 
 from mca_config.model_config import McaModelConfig
 from mca_models.checkpoint_kinds import open_checkpoint
+from mca_models.lora import peft_names
 from mca_models.lora.config import AdapterConfig
 from mca_models.lora.peft_directory import peft_shapes
 from mca_models.lora.peft_names import (
@@ -246,3 +248,56 @@ def test_stacked_weights_are_named_by_their_last_three_words() -> None:
     (warning,) = peft_load_warnings(config, AdapterConfig({"target_modules": ["up_proj"]}), own)
     assert "; to load the adapter there, name mlp.experts.gate_up_proj, mlp.experts.down_proj in" in warning
     assert "factors for down_proj, gate_proj, up_proj, which" in warning
+
+
+@pytest.mark.parametrize(
+    ("case", "labels", "dropout", "named"),
+    [
+        ("qwen3_moe", ["gate", "q_proj"], 0.1, "gate"),
+        ("qwen3_moe", ["gate"], 0.0, None),
+        ("qwen3_moe", ["q_proj"], 0.1, None),
+        ("qwen2_moe", ["gate", "shared_expert_gate"], 0.1, "gate"),
+        ("glm4_moe", ["gate", "up_proj"], 0.1, "up_proj, gate"),
+        ("llama", ["up_proj"], 0.1, None),
+        ("kimi_k2", ["gate"], 0.1, None),
+    ],
+)
+def test_what_peft_takes_for_a_parameter_has_no_dropout(
+    case: str, labels: list[str], dropout: float, named: str | None
+) -> None:
+    kind, different = tiny_hf.ALL[case]
+    config = config_from_hf({**tiny_hf.SIZE, **different, "model_type": kind})
+    adapted = [each for each in linear_targets(config) if each.label in labels and each.base.expert is None]
+    assert adapted
+    found = list(peft_load_warnings(config, AdapterConfig({"lora_dropout": dropout}), adapted))
+    assert len(found) == (named is not None)
+    if named:
+        assert found[0].startswith(
+            f"lora_dropout: PEFT on transformers 5 adapts {named} of this {kind} model as"
+        )
+
+
+@pytest.mark.parametrize(
+    ("given", "written"),
+    [
+        ({}, None),
+        ({"exclude_modules": ["a"]}, ["a"]),
+        ({"target_modules": "all-linear"}, r"(.*\.)?gate|(.*\.)?mixer"),
+        ({"target_modules": "ALL-linear", "exclude_modules": "x.*"}, r"x.*|(.*\.)?gate|(.*\.)?mixer"),
+        (
+            {"target_modules": "all-linear", "exclude_modules": ["a.b"]},
+            r"(.*\.)?a\.b|(.*\.)?gate|(.*\.)?mixer",
+        ),
+    ],
+)
+def test_all_linear_excludes_what_cannot_be_adapted(
+    given: Settings, written: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text: Any = SimpleNamespace(unadaptable={"mixer", "gate"})
+    family = SimpleNamespace(text=lambda config: text, vision=None)
+    monkeypatch.setattr(peft_names, "get_family", lambda kind: family)
+    document = dict(given)
+    peft_names.exclude_unadapted(document, SimpleNamespace(model_type="any"), ("language",))  # type: ignore[arg-type]
+    assert (
+        document.get("exclude_modules") == written and document.keys() - {"exclude_modules"} <= given.keys()
+    )
