@@ -369,7 +369,11 @@ def test_the_checksum_of_experts_knows_their_order_and_shape() -> None:
 
 
 @pytest.mark.parametrize("has_hook", [False, True])
-def test_the_output_layer_computes_values_within_the_block(has_hook: bool) -> None:
+def test_the_output_layer_computes_values_within_the_block(
+    has_hook: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forward, "token_values", lambda values, words: (values, words))
+
     def plain(**_: Any) -> str:
         return "plain"
 
@@ -387,6 +391,7 @@ def test_the_output_layer_computes_values_within_the_block(has_hook: bool) -> No
     each: Any = SimpleNamespace(chunks=[Stage(), last], config=SimpleNamespace(vocab_size=9))
     with pytest.raises(KeyError), forward._computing(each, 5, TokenValues()):
         assert isinstance(last._postprocess, ChunkedOutput) and last._postprocess._tokens == 5
+        assert last._postprocess._values == (TokenValues(), 9)
         assert "_postprocess" not in vars(each.chunks[0])
         raise KeyError
     assert vars(last) == ({"_postprocess": plain} if has_hook else {})

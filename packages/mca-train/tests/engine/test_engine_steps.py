@@ -316,8 +316,9 @@ def test_an_engine_whose_model_another_has_wrapped_cannot_go_on(monkeypatch: pyt
         Engine.require_active_engine(made)
 
 
+@pytest.mark.parametrize("name", ["sgd", None])
 def test_an_engine_takes_its_settings_and_trains_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notes: list[Any] = []
     model: Any = torch.nn.Linear(1, 1)
@@ -334,11 +335,19 @@ def test_an_engine_takes_its_settings_and_trains_at_once(
     monkeypatch.setattr(
         engine, "build_optimizer", lambda chunks, args, dtype: notes.append((chunks, dtype)) or "optimizer"
     )
-    args = arguments(tmp_path)
+    args = arguments(tmp_path, optimizer=name)
     with warnings.catch_warnings():
         made = Engine([model], args, "loss", wants_logits=True, num_items="items")  # type: ignore[arg-type]
     assert notes == [(made.chunks, torch.bfloat16), "callbacks"]
-    assert made.chunks[0].training and made.optimizer == "optimizer" and made.optimizer_name == "adam"
+    assert made.chunks[0].training and made.optimizer == "optimizer"
+    assert made.optimizer_name == (name or "adam")
     assert made._needs_global_load and made._num_items == "items" and made._loss_count is None
     assert made._trained == [True, True] and made.assumed_counts == []
     assert made._fixed_arguments == engine._fixed_arguments(args)
+
+
+def test_weights_that_changed_go_to_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    reloaded: list[Any] = []
+    monkeypatch.setattr(engine, "reload_main_params", reloaded.append)
+    Engine.reload_main_params(SimpleNamespace(optimizer="optimizer"))  # type: ignore[arg-type]
+    assert reloaded == ["optimizer"]

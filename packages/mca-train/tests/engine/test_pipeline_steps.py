@@ -255,7 +255,8 @@ def wrapper(*, overlaps: bool, notes: list[str]) -> Any:
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
-def test_the_older_wrapper_of_a_chunk_is_disabled(overlaps: bool) -> None:
+def test_the_older_wrapper_of_a_chunk_is_disabled(overlaps: bool, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     calls: list[str] = []
     chunk, other = Model(), Model()
     for each in (chunk, other):
@@ -267,7 +268,10 @@ def test_the_older_wrapper_of_a_chunk_is_disabled(overlaps: bool) -> None:
         assert calls == ["disable"] * overlaps
     assert calls == ["disable", "enable"] * overlaps
     calls.clear()
+    ddp_wrappers.unwrap([other])
+    assert not caplog.messages
     ddp_wrappers.unwrap([other, chunk])
+    assert caplog.messages == ["another trainer has trained this model; its optimizer state is discarded"]
     assert calls == ["disable"] * overlaps
     assert (wrapped.param_to_bucket_group, wrapped.grad_accs) == ({}, [])
     assert {*vars(chunk.config).values()} == {None} and {*vars(other.config).values()} == {"call"}
