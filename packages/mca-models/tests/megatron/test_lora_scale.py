@@ -8,10 +8,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mca_config.errors import McaError
+from mca_models.lora.adapter import require_untied
 from mca_models.megatron import platform
 from mca_models.megatron.peft.attach import LinearGroups
-from mca_models.megatron.peft.linear import Cut, LoraLinear, LoraPart
+from mca_models.megatron.peft.linear import Cut, LoraLinear, LoraPart, LoraWeight
 from mca_models.megatron.peft.models import PeftModels
+from mca_models.templates.parts.common import EMBEDDING
 from mca_models.weights import COLUMN, Param, Stage
 
 
@@ -172,3 +174,35 @@ def test_factors_are_marked_for_megatron(
     ] == marks
     assert {each.partition_stride for each in factors} == {1}
     assert [tuple(each.shape) for each in factors] == [(2, 8), (4, 2)]
+
+
+def test_the_adapter_on_a_weight_returns_the_merged_weight_in_its_dtype() -> None:
+    group: Any = Ranks(1)
+    weight = torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.bfloat16)
+    lora = LoraWeight([LoraPart("gate", 1, 0.5, 2)], Cut("none", group), weight)
+    lora.lora_A_gate.data.copy_(torch.tensor([[2.0, 4.0]]))
+    lora.lora_B_gate.data.copy_(torch.tensor([[1.0], [3.0]]))
+    found = lora(weight)
+    assert found.dtype == torch.bfloat16 and found.tolist() == [[2.0, 4.0], [6.0, 10.0]]
+
+
+@pytest.mark.parametrize(
+    ("tied", "saved", "refused"),
+    [
+        (True, [EMBEDDING, "a.weight"], True),
+        (True, ["a.weight"], False),
+        (True, [], False),
+        (False, [EMBEDDING], False),
+    ],
+)
+def test_a_tied_embedding_is_not_saved_alone(tied: bool, saved: list[str], refused: bool) -> None:
+    head = SimpleNamespace(tie_word_embeddings=tied)
+    adapter: Any = SimpleNamespace(
+        model=SimpleNamespace(head=head),
+        rules=SimpleNamespace(full_params=[SimpleNamespace(mca=name) for name in saved]),
+    )
+    if not refused:
+        require_untied(adapter, "merging")
+        return
+    with pytest.raises(McaError, match=r"embed_tokens is tied to the output layer.*; merging would need"):
+        require_untied(adapter, "merging")
