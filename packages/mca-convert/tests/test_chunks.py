@@ -56,6 +56,7 @@ def test_clip_keeps_exactly_what_lies_inside(move: Move, start: int, length: int
     parts = [pairs(part, start) for part in clip(move, start, start + length)]
     expected = {pair for pair in pairs(move) if start <= pair[1] < start + length}
     assert set().union(*parts) == expected and sum(map(len, parts)) >= len(expected)
+    assert all(parts), "no part is empty"
 
 
 @settings(max_examples=200, deadline=None)

@@ -94,3 +94,5 @@ def test_a_gather_reads_each_part_from_its_start_and_writes_zeros_where_nothing_
         ((40, 60),),
     )
     assert gather.size == 60
+    padded = plan_gather(positions, np.array([-1, 0, 1, -1]), [0, 4], 10)
+    assert (padded.moves, padded.zeros) == ((Move(0, 0, 10, 20, 1, 20, 20),), ((0, 10), (30, 40)))

@@ -385,7 +385,9 @@ def _require_right_padding(batch: Mapping[str, Tensor], mask: Tensor) -> None:
 
 def _require_classes(values: Tensor | None, count: int) -> None:
     """Raise a `McaError` unless the first value of each sequence, if it has any, is one of ``count`` classes."""
-    classes = torch.zeros(0) if values is None else values[:, 0]
+    if values is None:
+        return
+    classes = values[:, 0]
     wrong = (classes < 0) | (classes >= count) | (classes != classes.floor())
     if bool(wrong.any()):
         raise McaError(
