@@ -353,7 +353,7 @@ def _count_row_tokens(batch: Mapping[str, Tensor], features: Sequence[Sample]) -
     mask = batch.get("attention_mask", torch.ones_like(ids))
     _require_right_padding(batch, mask)
     if "attention_mask" in batch:
-        return mask.sum(-1)
+        return mask.sum(1)
     samples = [torch.as_tensor(feature.get("input_ids", ())).long() for feature in features]
     lengths = [
         count_tokens(feature) if len(tokens) else 0 for feature, tokens in zip(features, samples, strict=True)
