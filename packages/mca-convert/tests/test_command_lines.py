@@ -152,6 +152,7 @@ def test_a_plan_has_a_line_for_each_fact(values: dict[str, Any], lines: list[str
     [
         ({}, ["a: MCA checkpoint"]),
         ({"problem": "cut"}, ["a: MCA checkpoint, not readable", "  problem  cut"]),
+        ({"facts": {"layers": 4, "d": 5}}, ["a: MCA checkpoint", "  layers  4", "  d       5"]),
         (
             {
                 "facts": {"layers": 4},
