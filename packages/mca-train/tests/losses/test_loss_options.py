@@ -8,7 +8,8 @@ import pytest
 
 from mca_config.errors import McaError
 from mca_train.losses import kto, options
-from mca_train.losses.options import REFUSED, KtoOptions, PreferenceOptions
+from mca_train.losses.options import REFUSED
+from mca_train.losses.preference_options import KtoOptions, PreferenceOptions
 
 
 def test_the_defaults_are_those_of_trl() -> None:

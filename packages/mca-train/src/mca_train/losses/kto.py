@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mca_train.losses import preference
-from mca_train.losses.options import KtoOptions
+from mca_train.losses.preference_options import KtoOptions
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig

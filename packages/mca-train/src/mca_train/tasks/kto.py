@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, cast
 
 from mca_config.errors import McaError
 from mca_train.config.arguments import ClassifyArguments, DataArguments
-from mca_train.losses.options import KtoOptions, kto_key_problems
+from mca_train.losses.options import kto_key_problems
 from mca_train.tasks.sft import Sft
 from mca_train.tasks.task import Example, ReferenceArguments, adapter_reference_problems
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from mca_train.config.run_config import Settings
     from mca_train.data.encoding import RowNumbers
     from mca_train.losses.kto import KtoLoss
+    from mca_train.losses.preference_options import KtoOptions
     from mca_train.trainer.base import TrainerOptions
     from mca_train.trainer.kto import KtoTrainer
 
@@ -35,7 +36,9 @@ class KtoArguments(ReferenceArguments):
     def __post_init__(self) -> None:
         self._options()
 
-    def _options(self) -> KtoOptions:
+    def _options(self) -> "KtoOptions":
+        from mca_train.losses.preference_options import KtoOptions
+
         return KtoOptions(
             beta=self.kto_beta,
             desirable_weight=self.desirable_weight,
