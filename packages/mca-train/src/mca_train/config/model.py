@@ -2,12 +2,13 @@
 
 import math
 import os
+import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mca_config.arguments import MegatronArguments
-from mca_config.errors import McaError, UsageError, list_problems
+from mca_config.errors import McaError, UsageError, list_problems, raise_problems
 from mca_config.layout import ParallelLayout
 from mca_config.model.head import HeadKind
 from mca_config.model_config import McaModelConfig
@@ -136,9 +137,18 @@ def make_adapter(
     if not lora.is_enabled:
         return None
     document = {**lora.config(peft_task(config))}
-    complete_peft_config(document, config, parts)
-    adapter = AdapterConfig.from_dict(document, "LoraConfig")
-    return adapter, rules_for_training(config, adapter)
+    try:
+        complete_peft_config(document, config, parts)
+        adapter = AdapterConfig.from_dict(document, "LoraConfig")
+        return adapter, rules_for_training(config, adapter)
+    except McaError as error:
+        raise_problems(map(_with_lora_keys, list_problems(error)), "LoRA adapter")
+        raise
+
+
+def _with_lora_keys(problem: str) -> str:
+    """Return ``problem`` with the run's keys instead of PEFT's names of them."""
+    return re.sub(r"\b(target_modules|target_parameters|modules_to_save)\b", r"lora_\1", problem)
 
 
 def adapter_problems(
