@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from mca_config.arguments import MegatronArguments
 from mca_config.errors import McaError, UsageError, list_problems, raise_problems
-from mca_config.layout import ParallelLayout
+from mca_config.layout import ParallelLayout, RankGrid
 from mca_config.model.head import HeadKind
 from mca_config.model_config import McaModelConfig
 from mca_models.checkpoint.hf_directory import dequantized_config, named_config_errors, read_config
@@ -23,6 +23,7 @@ from mca_models.templates.parts.passthrough import without_passthrough
 from mca_train.config.arguments import LaunchArguments, LoraArguments
 
 if TYPE_CHECKING:
+    from mca_config.training import TrainingArguments
     from mca_models.lora import AdapterRules
 
 _PEFT_TASKS: dict[HeadKind, str] = {
@@ -112,6 +113,12 @@ def smallest_world(layout: ParallelLayout) -> int:
 def resolve_layout(arguments: MegatronArguments, config: McaModelConfig) -> ParallelLayout:
     """Return the requested layout; unset sizes come from the layout of an MCA checkpoint."""
     return arguments.layout(config.layout)
+
+
+def samples_per_step(training: "TrainingArguments", layout: ParallelLayout, world_size: int) -> int:
+    """Return the number of samples of a training step on ``world_size`` ranks."""
+    replicas = RankGrid(layout, world_size).data_parallel_size
+    return training.per_device_train_batch_size * training.gradient_accumulation_steps * replicas
 
 
 def peft_task(config: McaModelConfig) -> str:

@@ -49,15 +49,6 @@ def model_problems(megatron: "TransformerConfig") -> Iterator[str]:
         yield "moe_pad_expert_input_to_capacity needs samples of one length, which kto does not have; remove it"
 
 
-def step_problems(samples: int) -> Iterator[str]:
-    """Yield an error if a step has too few samples."""
-    if samples < 2:
-        yield (
-            "kto needs other samples in a step for the KL estimate, but a step has one sample; raise "
-            "gradient_accumulation_steps"
-        )
-
-
 def divergence(gains: Tensor) -> Tensor:
     """Return the ``kl`` of a step from the summed gains of mismatched answers and their count."""
     return (gains[0] / gains[1].clamp(min=1)).clamp(min=0).float()

@@ -69,6 +69,15 @@ def kto_key_problems(training: "TrainingArguments") -> Iterator[str]:
         )
 
 
+def kto_step_problems(samples: int) -> Iterator[str]:
+    """Yield an error if a step has too few samples."""
+    if samples < 2:
+        yield (
+            "kto needs other samples in a step for the KL estimate, but a step has one sample; raise "
+            "gradient_accumulation_steps"
+        )
+
+
 def score_key_problems(training: "TrainingArguments") -> Iterator[str]:
     """Yield an error for each argument that does not apply to sequence classification."""
     if training.label_smoothing_factor:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, cast
 
 from mca_config.errors import McaError
 from mca_train.config.arguments import ClassifyArguments, DataArguments
-from mca_train.losses.options import kto_key_problems
+from mca_train.losses.options import kto_key_problems, kto_step_problems
 from mca_train.tasks.sft import Sft
 from mca_train.tasks.task import Example, ReferenceArguments, adapter_reference_problems
 
@@ -108,9 +108,7 @@ class Kto(Sft):
 
     def problems_in_steps(self, samples: int) -> Iterator[str]:
         """Yield an error if a step has no other samples for the KL estimate."""
-        from mca_train.losses.kto import step_problems
-
-        return step_problems(samples)
+        return kto_step_problems(samples)
 
     def extra_forward_passes(self, settings: "Settings") -> int:
         """Return 3: the reference on the answers, both models on the mismatched answers."""
