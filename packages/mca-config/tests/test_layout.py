@@ -167,3 +167,14 @@ def test_a_layout_names_its_virtual_stages_and_context_ranks_apart() -> None:
     virtual = ParallelLayout(**sizes, virtual_pipeline_model_parallel_size=5, context_parallel_size=4)
     assert str(virtual) == "tp 2 pp 3 vpp 5 cp 4"
     assert str(ParallelLayout(**sizes)) == "tp 2 pp 3"
+
+
+@pytest.mark.parametrize(
+    ("pp", "vpp", "micro_batches", "bubble"),
+    [(1, 1, 4, 0), (4, 1, 6, 3 / 9), (4, 2, 6, 3 / 15), (2, 4, 1, 1 / 5)],
+)
+def test_ranks_wait_for_the_first_and_last_micro_batch(
+    pp: int, vpp: int, micro_batches: int, bubble: float
+) -> None:
+    layout = ParallelLayout(pipeline_model_parallel_size=pp, virtual_pipeline_model_parallel_size=vpp)
+    assert layout.bubble(micro_batches) == pytest.approx(bubble)

@@ -22,7 +22,7 @@ def parse_layout(text: str) -> tuple[str, ...]:
     while position < len(compact):
         group = _GROUP.match(compact, position)
         atom = group or _ATOM.match(compact, position)
-        if atom is None or compact[atom.end() : atom.end() + 1] == "*":
+        if atom is None:
             raise McaError(
                 f"pipeline_model_parallel_layout {text!r:.200} cannot be read at {compact[position:]!r:.200}; expected "
                 "E, t, m, L or | (each with *n at most once), or a group of them in one pair of parentheses "

@@ -101,6 +101,9 @@ def test_groups_are_kept_by_their_best_expert() -> None:
     assert best_group_mask(scores, 3, 1, best=1).tolist() == [[True, True, False, False, False, False]]
     assert best_group_mask(scores, 3, 2, best=1).tolist() == [[True, True, True, True, False, False]]
     assert best_group_mask(scores, 3, 1, best=2).tolist() == [[False, False, True, True, False, False]]
+    assert best_group_mask(scores[None], 3, 1, best=2).tolist() == [
+        [[False, False, True, True, False, False]]
+    ]
 
 
 def test_experts_of_other_groups_weigh_nothing_where_too_few_are_allowed() -> None:

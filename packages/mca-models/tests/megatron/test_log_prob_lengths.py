@@ -12,7 +12,7 @@ from mca_models.megatron.log_probs import forward
 from mca_models.megatron.log_probs.forward import _Rows
 from mca_models.megatron.log_probs.vocabulary import TokenValues
 from mca_models.megatron.state import fingerprint
-from mca_models.megatron.state.fingerprint import _sum
+from mca_models.megatron.state.fingerprint import _name_factor, _sum
 
 
 def test_rows_are_padded_to_the_next_multiple():
@@ -25,6 +25,12 @@ def test_the_sum_of_a_parameter_has_64_bits():
     found = [int(_sum(torch.rand(10))) for _ in range(20)]
     assert max(map(abs, found)) > 2**60
     assert len(set(found)) == 20
+
+
+def test_a_fingerprint_that_was_stored_stays_the_same():
+    """The factor of a name is odd, so that no bit of a sum is lost."""
+    assert _name_factor("decoder.layers.0.mlp.linear_fc1.weight") == 80053452171254297
+    assert int(_sum(torch.arange(5.0))) == -3719291022427144609
 
 
 @pytest.mark.parametrize(("rank", "rows"), [(0, 4), (1, 4), (2, 2), (3, 0)])

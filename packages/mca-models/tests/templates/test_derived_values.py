@@ -1,6 +1,7 @@
 """Values that families derive from other keys of config.json, by hand."""
 
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -240,6 +241,58 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
             "moe_router_load_balancing_type": "aux_loss",
         },
     ),
+    "cohere2_moe without keys": (
+        family("cohere2_moe"),
+        {"num_hidden_layers": 4, "intermediate_size": 24},
+        {
+            "layer_types": (S, S, S, F),
+            "no_rope_freq": (0, 0, 0, 1),
+            "moe_layer_freq": (1, 1, 1, 1),
+            "moe_router_score_function": "softmax",
+            "moe_router_normalised": True,
+            "moe_shared_expert_intermediate_size": None,
+            "moe_shared_expert_mean": False,
+            "layernorm_epsilon": 1e-5,
+            "ffn_hidden_size": 24,
+        },
+    ),
+    "cohere2_moe": (
+        family("cohere2_moe"),
+        {
+            **{"num_hidden_layers": 5, "intermediate_size": 24, "first_k_dense_replace": 3},
+            **{"prefix_dense_sliding_window_pattern": 2, "sliding_window_pattern": 2},
+            **{"prefix_dense_intermediate_size": 32, "num_shared_experts": 2, "rms_norm_eps": 1e-6},
+            **{"expert_selection_fn": "sigmoid", "norm_topk_prob": False},
+        },
+        {
+            "layer_types": (S, F, S, S, F),
+            "no_rope_freq": (0, 1, 0, 0, 1),
+            "moe_layer_freq": (0, 0, 0, 1, 1),
+            "moe_router_score_function": "sigmoid",
+            "moe_router_normalised": False,
+            "moe_shared_expert_intermediate_size": 48,
+            "moe_shared_expert_mean": True,
+            "layernorm_epsilon": 1e-6,
+            "normalization": "RMSNorm",
+            "ffn_hidden_size": 32,
+        },
+    ),
+    "cohere2_moe with dense layers of full attention": (
+        family("cohere2_moe"),
+        {
+            **{"num_hidden_layers": 4, "intermediate_size": 24, "first_k_dense_replace": 2},
+            **{"norm_topk_prob": False, "sliding_window_pattern": 2, "layer_norm_eps": 1e-4},
+            **{"num_shared_experts": 1, "shared_expert_combination_strategy": "sum"},
+        },
+        {
+            "layer_types": (F, F, S, F),
+            "no_rope_freq": (0, 0, 0, 1),
+            "moe_router_normalised": True,
+            "moe_shared_expert_intermediate_size": 24,
+            "moe_shared_expert_mean": False,
+            "layernorm_epsilon": 1e-4,
+        },
+    ),
     "layers with experts behind the first": (
         moe.derive_moe_layers,
         {"num_hidden_layers": 3},
@@ -253,3 +306,14 @@ def test_a_value_follows_from_other_keys(case: str) -> None:
     derive, hf, expected = CASES[case]
     found = derive(hf)
     assert {name: found[name] for name in expected} == expected
+
+
+def test_experts_without_computation_have_matrices_that_nobody_reads() -> None:
+    """Of four layers every second has experts: two with weights, and three that return their input."""
+    config = SimpleNamespace(num_experts=2, num_layers=4, moe=SimpleNamespace(moe_identity_experts=3))
+    assert family("longcat_flash", "ignored_hf")(config) == {
+        f"model.layers.{layer}.mlp.experts.{expert}.{part}.weight"
+        for layer in (0, 1)
+        for expert in (2, 3, 4)
+        for part in ("gate_proj", "up_proj")
+    }

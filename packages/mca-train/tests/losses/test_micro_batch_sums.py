@@ -334,7 +334,12 @@ def test_smoothed_labels_are_torchs_without_the_padding_of_the_vocabulary(
     for rank, own in enumerate(logits.chunk(ranks, -1)):
         monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda rank=rank: rank)
         shares += label_smoothing.target_over_mean(own, labels.T, 7)
-    monkeypatch.setattr(label_smoothing, "target_over_mean", lambda logits, labels, words: shares)
+
+    def whole(given: torch.Tensor, targets: torch.Tensor, words: int) -> torch.Tensor:
+        assert given is logits and torch.equal(targets, labels.T) and words == 7
+        return shares
+
+    monkeypatch.setattr(label_smoothing, "target_over_mean", whole)
     chunk: Any = Output()
     label_smoothing.smooth_labels([chunk], 0.25, 7)
     found = chunk.compute_language_model_loss(labels, logits)

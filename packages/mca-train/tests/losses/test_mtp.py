@@ -37,3 +37,36 @@ def test_the_loss_of_each_depth_is_divided_by_its_own_count(monkeypatch: pytest.
     assert further[0].grad is not None and further[1].grad is not None
     assert further[0].grad.tolist()[0] == pytest.approx([scale / 3 * x for x in (2, 3, 4, 0)])
     assert further[1].grad.tolist()[0] == pytest.approx([scale / 2 * x for x in (3, 4, 0, 0)])
+
+
+def test_mtp_layers_get_the_inputs_of_the_decoder() -> None:
+    given: list[Any] = []
+    model: Any = SimpleNamespace(mtp=lambda **inputs: given.append(inputs) or "states", embedding="embedding")
+    rest = {name: f"the {name}" for name in (*mtp._LAYER_INPUTS, "loss_mask", "mtp_in_postprocess")}
+    assert mtp._run_layers(model, "hidden", rest) == "states"  # type: ignore[arg-type,comparison-overlap]
+    names = (
+        *(
+            "input_ids",
+            "position_ids",
+            "attention_mask",
+            "rotary_pos_emb",
+            "rotary_pos_cos",
+            "rotary_pos_sin",
+        ),
+        *("packed_seq_params", "sequence_len_offset"),
+    )
+    own = {"hidden_states": "hidden", "inference_params": None, "embedding": "embedding"}
+    assert given == [own | {name: f"the {name}" for name in names}]
+
+
+@pytest.mark.parametrize(("ends", "shifted"), [(None, [2, 3, 4, 5, 0]), ([0, 2, 5], [2, 0, 4, 5, 0])])
+def test_labels_are_those_of_the_next_token_of_their_sequence(
+    ends: list[int] | None, shifted: list[int]
+) -> None:
+    platform.prepare()
+    alone = SimpleNamespace(size=lambda: 1)
+    model: Any = SimpleNamespace(pg_collection=SimpleNamespace(cp=alone))
+    packed = None if ends is None else SimpleNamespace(cu_seqlens_q=torch.tensor(ends, dtype=torch.int32))
+    values = torch.tensor([[1, 2, 3, 4, 5]])
+    assert mtp._shift_left(model, values, packed).tolist() == [shifted]
+    assert values.tolist() == [[1, 2, 3, 4, 5]]

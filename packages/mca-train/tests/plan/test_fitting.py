@@ -25,7 +25,7 @@ from mca_train.plan.remedies import (
     stages_over_limit,
     with_changes,
 )
-from mca_train.plan.search import fitting_layouts
+from mca_train.plan.search import _layouts, fitting_layouts
 from mca_train.reference.program import program
 
 LLAMA_8B: dict[str, Any] = {
@@ -219,6 +219,26 @@ def test_a_search_tries_pipeline_sizes_that_divide_the_devices(
     subject = PlanInput(config=config, seq_length=512, model=ModelCounts.for_model(config))
     fits = fitting_layouts(subject, args, 24, gpus, load_hardware("gib:1000"))
     assert {fit.layout.pp for fit in fits} == sizes
+
+
+def test_a_search_tries_every_size_of_each_axis_that_a_model_and_its_devices_have() -> None:
+    """Two experts and four layers on eight devices, of which four are a node."""
+    moe = {"num_moe_experts": 2, "moe_ffn_hidden_size": 64, "moe_router_topk": 1}
+    config = config_from_hf(LLAMA_8B).replace_fields(model_type="qwen3_moe", num_layers=4, **moe)
+
+    def tried(seq_length: int) -> list[ParallelLayout]:
+        subject: Any = SimpleNamespace(config=config, seq_length=seq_length)
+        return list(_layouts(subject, 8, 4))
+
+    found = tried(8192)
+    sizes = {name: {getattr(each, name) for each in found} for name in ("tp", "pp", "cp", "ep", "vpp")}
+    assert sizes == {"tp": {1, 2, 4}, "pp": {1, 2, 4}, "cp": {1, 2, 4, 8}, "ep": {1, 2}, "vpp": {1, 2}}
+    assert {(each.tp, each.etp) for each in found} == {(1, 1), (2, 1), (2, 2), (4, 1), (4, 4)}
+    assert {(each.pp, each.vpp) for each in found} == {(1, 1), (2, 1), (2, 2), (4, 1)}
+    assert {(each.tp, each.cp) for each in found if each.pp == 1} == {
+        (tp, cp) for tp in (1, 2, 4) for cp in (1, 2, 4, 8) if tp * cp <= 8
+    }
+    assert {each.cp for each in tried(8191)} == {1}
 
 
 def test_a_users_table_adds_a_device_or_changes_keys_of_one(tmp_path: Path) -> None:

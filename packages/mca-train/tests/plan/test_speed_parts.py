@@ -358,3 +358,53 @@ def test_a_ring_of_mla_has_values_of_their_own_width() -> None:
         attention=attention, mla=latent, hidden_size=5
     )
     assert each._context_messages(0, 0) == pytest.approx(3 + 11 * 2 * 4 * (6 + 8))
+
+
+def test_a_mixers_operations_have_the_efficiency_of_attention() -> None:
+    costs: Any = SimpleNamespace(weights=lambda config, sizes: 31.0, flops=lambda config, sizes: 37.0)
+    each = made()
+    assert each._mixer(costs) == pytest.approx((31, 37))
+    each.hardware.device.tflops *= 2
+    assert each._mixer(costs) == pytest.approx((31, 37 / 2))
+
+
+@pytest.mark.parametrize(
+    ("has_attention", "mixer", "parallel", "expected"),
+    [
+        (False, True, True, (0, 0)),
+        (True, True, True, (3, 5)),
+        (True, False, False, (7, 11)),
+        (True, False, True, (7 + 13, 11 + 17)),
+    ],
+)
+def test_a_layer_has_attention_or_a_mixer_or_both_in_parallel(
+    has_attention: bool, mixer: bool, parallel: bool, expected: Any, monkeypatch: Any
+) -> None:
+    each = made()
+    each.model.config.has_attention, each.model.config.has_parallel_mamba = lambda n: has_attention, parallel
+    seconds = {"a mixer": (3.0, 5.0), speed.MAMBA_COSTS: (13.0, 17.0)}
+    monkeypatch.setattr(speed, "mixer_costs", lambda config, number: "a mixer" if mixer else None)
+    monkeypatch.setattr(StepTimeModel, "_mixer", lambda self, costs: seconds[costs])
+    monkeypatch.setattr(StepTimeModel, "_attention", lambda self, number: (7.0, 11.0))
+    assert each._mixer_time(2) == expected
+
+
+@pytest.mark.parametrize(("window", "keys"), [(None, 11.0), (22, 11.0), (4, 4 - 16 / 44)])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("values_are_keys", "accepts_keys"), [(False, False), (True, False), (False, True)])
+def test_attention_by_hand(
+    window: int | None, keys: float, gated: bool, values_are_keys: bool, accepts_keys: bool
+) -> None:
+    """Four heads of two groups on two tensor ranks, sequences of 22 tokens on two context ranks."""
+    attention = SimpleNamespace(num_attention_heads=4, num_query_groups=2, kv_channels=6, value_width=3)
+    attention.attention_output_gate, attention.values_are_keys, attention.window_size = (
+        gated,
+        values_are_keys,
+        window,
+    )
+    each = made(tp=2, cp=2)
+    each.model.config.layer_config = lambda number: SimpleNamespace(
+        attention=attention, mla=None, hidden_size=5, accepts_keys=accepts_keys, layer_types=None
+    )
+    projected = 4 * ((2 if gated else 1) * 6 + 3) / 2 + (0 if accepts_keys else 6 + 3 * (not values_are_keys))
+    assert each._attention(0) == pytest.approx((5 * projected, 2 * 11 * keys * 2 * (6 + 3)))

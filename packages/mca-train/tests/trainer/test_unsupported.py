@@ -151,6 +151,17 @@ def test_wandb_is_not_given_a_model_without_weights(value, monkeypatch):
         require_no_upload([WandbCallback()])
 
 
+@pytest.mark.parametrize("value", [True, False, None])
+def test_dvclive_is_not_given_a_model_without_weights(value):
+    other, callback = (type(name, (), {"_log_model": value}) for name in ("OtherCallback", "DVCLiveCallback"))
+    require_no_upload([other(), type("DVCLiveCallback", (), {})()])
+    if not value:
+        require_no_upload([callback()])
+        return
+    with pytest.raises(McaError, match="HF_DVCLIVE_LOG_MODEL: DVCLiveCallback would upload a model without"):
+        require_no_upload([other(), callback()])
+
+
 def test_a_misspelt_keyword_of_train_is_an_error():
     with pytest.raises(TypeError, match="resume_from_checkpont"):
         object.__new__(McaTrainer).train(resume_from_checkpont="runs/checkpoint-2")

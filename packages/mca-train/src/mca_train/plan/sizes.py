@@ -81,8 +81,8 @@ class Sizes(LayerSizes):
 def has_sequence_parallel(config: McaModelConfig, training: "TrainingArguments") -> bool:
     """Return True if sequence parallelism is enabled, explicitly or because the model needs it."""
     layout = config.layout
-    if training.sequence_parallel is not None or layout.tp == 1:
-        return bool(training.sequence_parallel) and layout.tp > 1
+    if training.sequence_parallel is not None or layout.tp == 1:  # one rank has all tokens anyway
+        return bool(training.sequence_parallel)
     return any(feature.sequence_parallel for feature in active_features(config))
 
 

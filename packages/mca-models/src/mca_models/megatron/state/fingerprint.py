@@ -54,5 +54,5 @@ def _sum(tensor: Tensor) -> Tensor:
 
 
 def _name_factor(name: str) -> int:
-    """Return an odd number of 62 bits."""
+    """Return an odd number of 57 bits."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little") << 1 | 1

@@ -89,7 +89,8 @@ def least_step(hf: HfConfig) -> float:
 
 def write_bamba(values: Values) -> HfConfig:
     """Write the HF keys."""
-    inside = (values["mamba_num_heads"] or 0) * (values["mamba_head_dim"] or 0)
+    heads = values["mamba_num_heads"]
+    inside = heads * values["mamba_head_dim"] if heads else 0
     return {
         "mamba_expand": inside // values["hidden_size"],
         "time_step_limit": [values["mamba_least_step"], math.inf],
