@@ -118,7 +118,8 @@ def resolve_layout(arguments: MegatronArguments, config: McaModelConfig) -> Para
 def samples_per_step(training: "TrainingArguments", layout: ParallelLayout, world_size: int) -> int:
     """Return the number of samples of a training step on ``world_size`` ranks."""
     replicas = RankGrid(layout, world_size).data_parallel_size
-    return training.per_device_train_batch_size * training.gradient_accumulation_steps * replicas
+    samples: int = training.per_device_train_batch_size * training.gradient_accumulation_steps
+    return samples * replicas
 
 
 def peft_task(config: McaModelConfig) -> str:
