@@ -160,6 +160,7 @@ USAGES = (
     (["data", "sft", "RUN", "--train_file", "wrong.jsonl"], "train_file: columns body, title"),
     (["tokenize", "RUN", "--train_file", "wrong.jsonl"], "no column 'text' (columns: body, title)"),
     (["plan", "sft", "RUN", "--gpus", "2", "--device", "h100"], "--device h100: expected h100-80, h200"),
+    (["plan", "sft", "none.yaml", "--device", "h100"], "--device h100: expected h100-80, h200"),
     (["plan", "sft", "RUN", "--seq_lenth", "64"], "did you mean 'seq_length'?"),
     (
         ["plan", "sft", "RUN", "--model_name_or_path", "none"],

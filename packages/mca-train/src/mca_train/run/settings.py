@@ -36,7 +36,6 @@ from mca_train.config.model_parts import early_part_problems, trained_parts
 from mca_train.config.packages import engine_problems
 from mca_train.config.renamed_options import RENAMED
 from mca_train.config.run_config import Settings, has_hub_ids, with_directories
-from mca_train.plan.hardware import load_hardware
 from mca_train.plan.options import PlanOptions
 from mca_train.run.early_columns import column_problems
 from mca_train.run.file_rules import FILE_RULES, data_files, directories, start
@@ -229,10 +228,8 @@ def plan_problems(task: Task | None, values: Values, where: str, options: PlanOp
     """Return the problems of a plan, which may name data that this machine does not have.
 
     Raises:
-        UsageError: Keys or values are wrong, or the device is unknown.
+        UsageError: Keys or values are wrong.
     """
-    if options.device is not None:
-        load_hardware(options.device, options.hardware)
     task, flags = task or infer_task(values), [flag.name for flag in fields(options)]
     settings = make_settings(task, {"output_dir": "plan", **values}, where, flags, early=True)
     problems = _key_problems(task, settings)
