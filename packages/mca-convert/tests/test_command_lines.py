@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 
 from mca_config.layout import ParallelLayout
-from mca_convert import commands
+from mca_convert import commands, inspection
 from mca_convert.api import ConversionResult
 from mca_convert.compare import Comparison, TensorDifference
 from mca_convert.fills import Fill
 from mca_convert.forecast import ConversionPlan, PlannedStage
 from mca_convert.inspection import Inspection
 from mca_models.storage.byte_ranges import Gather
+from mca_models.storage.safetensors import TensorInfo
 from mca_models.weights import Param
 
 LAYOUT = ParallelLayout(tensor_model_parallel_size=2)
@@ -151,6 +152,7 @@ def test_a_plan_has_a_line_for_each_fact(values: dict[str, Any], lines: list[str
     [
         ({}, ["a: MCA checkpoint"]),
         ({"problem": "cut"}, ["a: MCA checkpoint, not readable", "  problem  cut"]),
+        ({"facts": {"layers": 4, "d": 5}}, ["a: MCA checkpoint", "  layers  4", "  d       5"]),
         (
             {
                 "facts": {"layers": 4},
@@ -284,3 +286,21 @@ def test_bytes_of_a_fill_include_its_scales(scales: str | None, dtype: str, nbyt
     assert fill.nbytes == nbytes
     if scales:
         assert fill.count_bytes(128 * 200) == 128 * 200 + 4 * 2
+
+
+def test_files_and_dtypes_are_counted_with_their_bytes(tmp_path: Path) -> None:
+    for name, nbytes in (("a", 100), ("b", 7)):
+        (tmp_path / name).write_bytes(bytes(nbytes))
+    infos = [
+        TensorInfo(name, dtype, (nbytes,), 0, nbytes, tmp_path / file)
+        for name, dtype, nbytes, file in (("x", "U8", 3, "b"), ("y", "U8", 4, "a"), ("z", "I8", 5, "a"))
+    ]
+    found = Inspection("path", "kind")
+    inspection._count(infos, tmp_path, found)
+    assert (found.dtypes, found.files) == ({"U8": (2, 7), "I8": (1, 5)}, {"a": 100, "b": 7})
+    elsewhere = Inspection("path", "kind")
+    inspection._count(infos[:1], tmp_path / "other", elsewhere)
+    assert elsewhere.files == {str(tmp_path / "b"): 7}
+    shapes = [("a", "F32", [2]), ("b", "BF16", [3, 3]), ("c", "F32", []), ("d", "F32", [2])]
+    inspection._biggest(shapes, found, 3)
+    assert found.biggest == [("b", "BF16", [3, 3], 18), ("a", "F32", [2], 8), ("d", "F32", [2], 8)]

@@ -83,6 +83,8 @@ def test_runs_at_constant_distances_are_one_move() -> None:
         (39, 16, 2, 1, 2, 2),
         (50, 20, 3, 1, 3, 3),
     ]
+    repeated = np.array([(5, 0, 2), (5, 4, 2), (5, 8, 2)]).T
+    assert list(strided_runs(repeated)) == [(5, 0, 2, 3, 0, 4)]
 
 
 def test_a_gather_reads_each_part_from_its_start_and_writes_zeros_where_nothing_is() -> None:

@@ -107,11 +107,18 @@ def test_a_model_only_checkpoint_needs_no_training_state(tmp_path: Path, alone: 
         assert bool(faults(tmp_path, 0, 1)) == is_fault
 
 
-def test_the_manifest_that_is_written_has_every_covered_file(checkpoint: Path, alone: None) -> None:
+def test_the_manifest_that_is_written_has_every_covered_file(
+    checkpoint: Path, alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = made(checkpoint)
     (checkpoint / MANIFEST).unlink()
     ranks: Any = SimpleNamespace(rank=0, world_size=1, is_first=True)
-    Checksums(checkpoint, ranks).finish()
+    synced: list[int] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(integrity, "write_file", lambda path, data: path.write_bytes(data))
+        patched.setattr(integrity.os, "fsync", synced.append)
+        Checksums(checkpoint, ranks).finish()
+    assert len(synced) == len(COVERED), "files are on the disk before the manifest says so"
     assert json.loads((checkpoint / MANIFEST).read_text()) == expected
     second: Any = SimpleNamespace(rank=1, world_size=2)
     sums = Checksums(checkpoint, second)

@@ -187,4 +187,8 @@ def test_a_lock_holds_the_record_of_its_run_alone(tmp_path):
     assert json.loads((tmp_path / output_lock.NAME).read_text()) == output_lock._record()
     lock.verify()
     lock.release()
+    lock = OutputLock(tmp_path)
+    lock.take()
+    assert not (tmp_path / output_lock.NAME).stat().st_mode & 0o111
+    lock.release()
     assert not list(tmp_path.iterdir())
