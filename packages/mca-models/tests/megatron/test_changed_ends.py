@@ -15,8 +15,10 @@ from mca_models.megatron.features.embedding import (
     set_learned_positions,
 )
 from mca_models.megatron.features.head import _scale_logits
+from mca_models.megatron.features.mrope import MRope
 from mca_models.megatron.features.mtp import _reject_megatron_loss, predict_before_norm
 from mca_models.megatron.features.per_layer_embedding import _add_input, _PerLayerInputs
+from mca_models.megatron.features.shared_kv import ContextSlice, _slices
 from mca_models.megatron.features.vision_tower import _fuse_qkv
 from mca_models.megatron.layers import attention, spec
 
@@ -238,3 +240,34 @@ def test_mcas_attention_is_in_transformer_engines_layers_where_it_is_chosen(
     config: Any = SimpleNamespace(attention_backend=backend and SimpleNamespace(name=backend))
     found = spec._with_local_attention({"core_attention": Engine, "other": dict}, config)
     assert found == {"core_attention": attention.CoreAttention if replaced else Engine, "other": dict}
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_each_channel_turns_with_the_position_on_its_axis(pairs: bool) -> None:
+    """Five tokens in two rows; four pairs of channels on the axes of time, height, width, and time again."""
+    made: Any = object.__new__(MRope)
+    torch.nn.Module.__init__(made)
+    made.inverse, made.axes = torch.tensor([1.0, 0.5, 0.25, 0.125]), torch.tensor([0, 1, 2, 0])
+    made.pairs, made.plain = pairs, lambda length: length
+    made.positions = torch.arange(30).view(3, 2, 5)
+    angles = made(7)
+    assert angles.shape == (5, 2, 1, 8)
+    expected = [[10 * axis + 5 * 1 + 3 for axis in (0, 1, 2, 0)][i] / 2**i for i in range(4)]
+    order = [0, 0, 1, 1, 2, 2, 3, 3] if pairs else [0, 1, 2, 3] * 2
+    assert angles[3, 1, 0].tolist() == [expected[i] for i in order]
+    assert made(7) == 7, "without positions Megatron's own"
+
+
+def test_layers_that_share_keys_have_slices_one_behind_the_other() -> None:
+    """Layer 1 has two groups of 3 and 2 channels on a rank, layer 2 one of 5 and 4."""
+    sizes = {1: (4, 3, 2), 2: (2, 5, 4)}
+    sources = {4: 1, 5: 2, 6: 1}
+
+    def of_layer(layer: int) -> Any:
+        groups, keys, values = sizes[layer]
+        attention = SimpleNamespace(num_query_groups=groups, kv_channels=keys, value_width=values)
+        return SimpleNamespace(attention=attention)
+
+    config: Any = SimpleNamespace(num_layers=7, layout=SimpleNamespace(tp=2), layer_config=of_layer)
+    config.kv_source_layer = sources.get
+    assert _slices(config) == {1: ContextSlice(0, 6, 4, 2), 2: ContextSlice(10, 5, 4, 1)}
