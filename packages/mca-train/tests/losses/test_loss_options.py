@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from mca_config.errors import McaError
-from mca_train.losses import kto, options
-from mca_train.losses.options import REFUSED, KtoOptions, PreferenceOptions
+from mca_train.losses import options
+from mca_train.losses.options import REFUSED
+from mca_train.losses.preference_options import KtoOptions, PreferenceOptions
 
 
 def test_the_defaults_are_those_of_trl() -> None:
@@ -93,4 +94,4 @@ def test_each_excluded_argument_is_one_problem_that_names_it(check: Any, exclude
 
 @pytest.mark.parametrize(("samples", "refused"), [(1, True), (2, False), (3, False)])
 def test_a_step_of_kto_has_two_samples(samples: int, refused: bool) -> None:
-    assert bool(list(kto.step_problems(samples))) is refused
+    assert bool(list(options.kto_step_problems(samples))) is refused
