@@ -1,5 +1,6 @@
 """Facts that pages repeat from the code: numbers of model types, versions, extras, keys, defaults, metrics, layers."""
 
+import dataclasses
 import re
 import runpy
 import tomllib
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from mca_models.templates import FAMILIES
+from mca_models.templates.parts.clip_tower import unused_states
+from mca_models.templates.parts.vision_tower import VisionModel
 from mca_train.reference.keys import Key, task_keys
 from mca_train.tasks.table import TASKS
 from source_tree import ROOT, SOURCES
@@ -46,6 +49,24 @@ def test_numbers_of_model_types_are_those_of_the_templates(page):
     multimodal = sum(family.vision is not None for family in FAMILIES.values())
     expected = f"{len(FAMILIES) - multimodal} text and {multimodal} multimodal model types"
     assert re.findall(r"\d+ text and \d+ multimodal model types", (ROOT / page).read_text()) == [expected]
+
+
+TILED = {"tiles", "tile_rows", "tile_breaks", "named_tiles", "row_column_tiles", "word_marks", "word_tiles"}
+
+
+def test_the_table_of_vision_models_names_the_families_whose_templates_say_so():
+    causal = {each.name: each.default for each in dataclasses.fields(VisionModel)}["reach"]
+    facts = {
+        "no rows of images": lambda vision: vision.image_tokens is None and vision.audio is None,
+        "attend in both directions": lambda vision: vision.reach is not causal,
+        "vision_feature_layer": lambda vision: getattr(vision.unused, "func", None) is unused_states,
+        "tiles have one size": lambda vision: vision.image_tokens in TILED,
+    }
+    shown = list(rows(DOCS / "families.md", "| subject | in mca |"))
+    for phrase, holds in facts.items():
+        (named,) = [re.findall(r"`(\w+)`", subject) for subject, text in shown if phrase in text]
+        expected = [kind for kind, family in FAMILIES.items() if family.vision and holds(family.vision)]
+        assert sorted(named) == sorted(expected), phrase
 
 
 def _project(package: str) -> dict[str, object]:

@@ -83,6 +83,12 @@ ERRORS = {
     ("+checkpoint.async_save=true",): "checkpoint.async_save is not supported by the engine mca",
     ("checkpoint.save_contents=[optimizer]",): "checkpoint.save_contents is ['optimizer']; expected 'model'",
     ("checkpoint.load_contents=[model,rng]",): "checkpoint.load_contents is ['model', 'rng']; expected",
+    (
+        "checkpoint.load_contents=[model,extra]",
+    ): "load_contents is ['model', 'extra']; the engine mca keeps extra",
+    (
+        "checkpoint.save_contents=[model,extra]",
+    ): "save_contents is ['model', 'extra']; the engine mca keeps extra",
     ("+model.override_config.rope_theta=5",): "model.override_config.rope_theta is not supported",
 }
 

@@ -181,7 +181,6 @@ LAZY = {
     "mca_train.launch.environment": "the launcher limits the threads before torch is imported, which takes 2 s",
     "mca_train.reference": "help and completion take 0.1 s",
     "mca_train.run.plan_command": "only --plot and --dry_run need figures and the dry run",
-    "mca_train.run.rules": "mca-train plan reads no trainer, which takes 10 s",
     "mca_train.run.train": "a wrong configuration is reported before the trainer is imported, which takes 10 s",
     "mca_train.tasks": "help imports every kind of run; data and losses take 3 s",
 }

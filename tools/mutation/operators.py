@@ -42,7 +42,11 @@ CALLS = {
 DROPPED_KEYWORDS = ("group", "dim", "axis", "dtype", "mask", "keepdim", "reverse")
 UNCHANGED_KEYWORDS = ("indent", "shown", "stacklevel", "strict")
 """Keywords whose value is left alone: the form of a text, or a guard against our own faults."""
-UNSWAPPED = ("isinstance", "issubclass", "getattr", "setattr", "hasattr", "partial", "map", "filter")
+UNSWAPPED = (
+    *("isinstance", "issubclass", "getattr", "setattr", "hasattr", "partial", "map", "filter"),
+    *("min", "max", "minimum", "maximum", "equal", "array_equal"),
+)
+"""Functions whose arguments are not exchanged: that fails at once, or changes nothing."""
 _MESSAGES = ("logger", "warnings", "logging", "_log", "print")
 
 

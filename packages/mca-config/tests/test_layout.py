@@ -178,3 +178,38 @@ def test_ranks_wait_for_the_first_and_last_micro_batch(
 ) -> None:
     layout = ParallelLayout(pipeline_model_parallel_size=pp, virtual_pipeline_model_parallel_size=vpp)
     assert layout.bubble(micro_batches) == pytest.approx(bubble)
+
+
+def test_a_size_has_at_most_16_bits() -> None:
+    assert ParallelLayout(context_parallel_size=1 << 16).cp == 65536
+    with pytest.raises(
+        McaError, match="context_parallel_size must be at most 65536, not a number of 5 digits"
+    ):
+        ParallelLayout(context_parallel_size=65537)
+    for name in ("num_layers_in_first_pipeline_stage", "virtual_pipeline_model_parallel_size"):
+        with pytest.raises(McaError, match=f"{name} must be an integer of at least 1, not 0"):
+            ParallelLayout(pipeline_model_parallel_size=2, **{name: 0})
+    with pytest.raises(
+        McaError, match="pipeline_model_parallel_size must be an integer of at least 1, not None"
+    ):
+        ParallelLayout(pipeline_model_parallel_size=None)
+
+
+def test_ranks_below_0_and_beyond_an_axis_are_named() -> None:
+    layout = ParallelLayout(
+        tensor_model_parallel_size=2, expert_tensor_parallel_size=1, expert_model_parallel_size=3
+    )
+    grid = RankGrid(layout, 6)
+    with pytest.raises(McaError, match="rank -1 is outside 0 to 5, of 6 ranks"):
+        grid.coordinates(-1)
+    with pytest.raises(McaError, match="tp -1 is outside 0 to 1, the ranks of that axis"):
+        grid.rank(tp=-1)
+    with pytest.raises(McaError, match="ep 3 is outside 0 to 2, the ranks of that axis"):
+        grid.expert_rank(ep=3)
+    assert str(layout) == "tp 2 pp 1 ep 3 etp 1"
+    assert (
+        str(ParallelLayout(tensor_model_parallel_size=2, expert_tensor_parallel_size=1))
+        == "tp 2 pp 1 ep 1 etp 1"
+    )
+    text = ParallelLayout(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Et|tL")
+    assert str(text) == "tp 1 pp 2 layout Et|tL"

@@ -215,3 +215,106 @@ def test_virtual_stages_have_columns_with_names() -> None:
     assert header.split() == ["vp", "0", "vp", "1"]
     assert first.startswith("pp 0") and second.startswith("pp 1")
     assert len(str(pipeline_plan(ParallelLayout(), 4)).splitlines()) == 1
+
+
+def test_a_layout_string_has_at_most_100000_letters() -> None:
+    assert parse_layout("Et*99998L") == ("E" + "t" * 99998 + "L",)
+    assert len(parse_layout("(t*9|)*9999t*10")) == 10000
+    for text in ("Et*99999L", "E(t*99|)*1000L", "t*100000", "(t|)*100000"):
+        with pytest.raises(McaError, match="more than 100000 layers and stages"):
+            parse_layout(text)
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "layers", "size", "virtual", "chunks"),
+    [
+        (1, 1, 2, 2, None, [[1], [1]]),
+        (2, None, 6, 2, 2, [[1, 1], [2, 2]]),
+        (None, 2, 6, 2, 2, [[2, 2], [1, 1]]),
+        (2, 4, 14, 3, 2, [[1, 1], [4, 4], [2, 2]]),
+        (2, None, 8, 3, None, [[2], [3], [3]]),
+    ],
+)
+def test_ranks_between_those_with_requested_layers_share_the_others(
+    first: int | None, last: int | None, layers: int, size: int, virtual: int | None, chunks: list[list[int]]
+) -> None:
+    layout = pp(
+        size,
+        num_layers_in_first_pipeline_stage=first,
+        num_layers_in_last_pipeline_stage=last,
+        virtual_pipeline_model_parallel_size=virtual,
+    )
+    found = layers_by_chunk(pipeline_plan(layout, layers))
+    assert [[len(chunk) for chunk in of_rank] for of_rank in found] == chunks
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "layers", "size", "virtual", "words"),
+    [
+        (
+            3,
+            4,
+            6,
+            2,
+            None,
+            "stage 3, num_layers_in_last_pipeline_stage 4 leaves -1 layers for 0 further pipeline stages",
+        ),
+        (1, 1, 2, 3, None, "leaves 0 layers for 1 further pipeline stage, which"),
+        (
+            None,
+            4,
+            4,
+            2,
+            None,
+            "num_layers 4 with num_layers_in_last_pipeline_stage 4 leaves 0 layers for 1 further",
+        ),
+        (2, 2, 4, 2, 2, "together leave no stage between them at pipeline_model_parallel_size 2"),
+        (4, None, 7, 2, 2, r"a pipeline rank with 3 layers \(num_layers_in_first_pipeline_stage 4\) cannot"),
+    ],
+)
+def test_requested_layers_that_leave_no_even_share_are_refused(
+    first: int | None, last: int | None, layers: int, size: int, virtual: int | None, words: str
+) -> None:
+    layout = pp(
+        size,
+        num_layers_in_first_pipeline_stage=first,
+        num_layers_in_last_pipeline_stage=last,
+        virtual_pipeline_model_parallel_size=virtual,
+    )
+    with pytest.raises(McaError, match=words):
+        pipeline_plan(layout, layers)
+
+
+@pytest.mark.parametrize(
+    ("layers", "ends", "mtp", "words"),
+    [
+        ((3,), (True, False), 0, "embedding, layer 3"),
+        ((3, 4), (False, False), 0, "layers 3-4"),
+        ((), (False, True), 2, "mtp 0, mtp 1, loss"),
+        ((), (False, False), 0, "(empty)"),
+    ],
+)
+def test_a_chunk_names_what_it_has(
+    layers: tuple[int, ...], ends: tuple[bool, bool], mtp: int, words: str
+) -> None:
+    chunk = pipeline.PipelineChunk(
+        pp=0, vp=0, layers=layers, has_embedding=ends[0], has_loss=ends[1], mtp_layers=tuple(range(mtp))
+    )
+    assert str(chunk) == words
+
+
+@pytest.mark.parametrize(
+    ("flat", "problem"),
+    [
+        ("EtmL", None),
+        ("tmL", "must begin with its one E (embedding), has 0"),
+        ("EEtmL", "must begin with its one E (embedding), has 2"),
+        ("Etm", "must end with its one L (loss), has 0"),
+        ("EtmLL", "must end with its one L (loss), has 2"),
+        ("EttmL", "has 2 decoder layers (t), the model has 1; change the counts of t"),
+        ("EtL", "has 0 MTP layers (m), the model has 1 (mtp_num_layers); change the count of m"),
+        ("EmtL", "decoder layers (t) come after an MTP layer (m); move m behind the last t"),
+    ],
+)
+def test_the_letters_of_a_layout_string_are_those_of_the_model(flat: str, problem: str | None) -> None:
+    assert pipeline._string_problem(flat, 1, 1) == problem

@@ -56,6 +56,7 @@ def test_clip_keeps_exactly_what_lies_inside(move: Move, start: int, length: int
     parts = [pairs(part, start) for part in clip(move, start, start + length)]
     expected = {pair for pair in pairs(move) if start <= pair[1] < start + length}
     assert set().union(*parts) == expected and sum(map(len, parts)) >= len(expected)
+    assert all(parts), "no part is empty"
 
 
 @settings(max_examples=200, deadline=None)
@@ -71,6 +72,7 @@ def test_chunks_cover_a_tensor_once(move: Move, elements: int) -> None:
         position = chunk.stop
         for part in chunk.moves:
             seen += sorted(pairs(part, chunk.start))
+        assert all(start < stop for start, stop in chunk.zeros)
         zeros += [chunk.start + i for start, stop in chunk.zeros for i in range(start, stop)]
     assert position == size and len(seen) == len(set(seen)) and set(seen) == pairs(move)
     assert zeros == [size - 3, size - 2, size - 1]
@@ -81,6 +83,18 @@ def test_chunks_are_cut_once_for_each_gather() -> None:
     first, second = (Fill("file", name, 0, gather, (), "F32", "F32", PARAM) for name in "ab")
     assert chunking.chunks(first) is chunking.chunks(second)
     assert [(chunk.start, chunk.stop) for chunk in chunking.chunks(first)] == [(0, 4), (4, 8), (8, 10)]
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "bands"), [(1, 1), (128 * 200 * 2, 1), (2 * 128 * 200 * 2, 2), (1 << 30, 3)]
+)
+def test_rows_of_fp8_blocks_are_not_cut(nbytes: int, bands: int) -> None:
+    """Of three rows of blocks, a chunk has as many as fit the buffer, and at least one."""
+    gather = Gather((300, 200), (Move(0, 0, 0, 60000, 1, 60000, 60000),))
+    fill = Fill("file", "w", 0, gather, (), "BF16", "F8_E4M3", PARAM, scales="s")
+    starts = range(0, 60000, bands * 128 * 200)
+    expected = [(start, min(start + bands * 128 * 200, 60000)) for start in starts]
+    assert [(chunk.start, chunk.stop) for chunk in Chunking(nbytes).chunks(fill)] == expected
 
 
 def test_two_checkpoints_are_compared_in_the_same_stretches(tiny, convert, monkeypatch) -> None:

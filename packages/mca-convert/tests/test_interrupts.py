@@ -15,7 +15,7 @@ from files import assert_same_tensors
 
 from mca_config.errors import McaError
 from mca_convert.cli import main
-from mca_convert.interrupts import Interrupts
+from mca_convert.interrupts import Interrupted, Interrupts
 
 SIGNALS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
 STAGES = {
@@ -195,3 +195,20 @@ def test_what_is_ignored_stays_ignored(tiny, tmp_path: Path, monkeypatch) -> Non
         assert main(["--checkpoint_path", str(tiny("llama")), "--output_path", str(tmp_path / "out")]) == 0
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_an_exit_code_is_that_of_the_first_signal_of_the_work() -> None:
+    interrupts = Interrupts()
+    assert (interrupts.code, interrupts.word) == (0, "")
+    interrupts.check()
+    with interrupts.holding() as hold:
+        hold()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            interrupts._arrive(number, None)
+        assert (interrupts.code, interrupts.word) == (128 + signal.SIGTERM, "terminated")
+        with pytest.raises(Interrupted):
+            interrupts.check()
+    assert interrupts.code == 0, "the work is done"
+    interrupts.check()
+    with pytest.raises(Interrupted):
+        Interrupts()._arrive(signal.SIGHUP, None)

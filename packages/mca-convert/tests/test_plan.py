@@ -318,3 +318,15 @@ def test_steps_that_fail_alike_are_reported_once() -> None:
     results = [made.attempt(lambda message=message: fail(message)) for message in ("a", "b", "a")]
     assert results == [None] * 3 and made.plan.refusals == ["a", "b"]
     assert made.attempt(lambda: 5) == 5
+
+
+def test_an_error_of_the_system_is_reported_with_its_file_if_it_names_one() -> None:
+    def fail(*arguments: object) -> None:
+        raise OSError(*arguments)
+
+    request: Any = None
+    made = _Forecast(request, ConversionPlan(source="model", target="mca"))
+    made.attempt(lambda: fail(5, "Input/output error", "a.bin"))
+    made.attempt(lambda: fail(5, "Input/output error"))
+    made.attempt(lambda: fail("no address"))
+    assert made.plan.refusals == ["a.bin: Input/output error", "Input/output error", "no address"]

@@ -49,7 +49,8 @@ def test_a_bar_moves_in_steps_of_16_mib_and_ends_with_all(
         for done in (0, step - 1, step, step + 5, 2 * step - 1, 3 * step, 3 * step + 1):
             show(done, 4 * step)
     options, *updates = bars
-    assert (options["total"], options["desc"]) == (4 * step, "converting")
+    shown = {"unit": "B", "unit_scale": True, "mininterval": 0.2}
+    assert options == shown | {"total": 4 * step, "desc": "converting"}
     assert updates == [step, 2 * step, 1, "closed"]
     with progress_bar("converting"):
         pass

@@ -1,9 +1,12 @@
 """Storages that move to host memory and back; verl's own calls are tested in ``integration_tests/cli/test_verl.py``."""
 
+from types import SimpleNamespace
+
+import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mca_train.clients.verl.offload import StorageOffload, storages
+from mca_train.clients.verl.offload import EngineOffload, StorageOffload, storages
 
 
 def test_tensors_and_views_have_their_values_again():
@@ -55,3 +58,14 @@ def test_a_storage_of_a_gpu_is_copied_to_the_host():
         assert (copy.device.type, copy.nbytes, weights.untyped_storage().nbytes()) == ("cpu", 32, 0)
         offload.reload()
         assert (weights.device.type, weights.untyped_storage().nbytes()) == ("cuda", 32)
+
+
+def test_an_engine_is_offloaded_again_after_an_error():
+    model = torch.nn.Linear(3, 2)
+    device = SimpleNamespace(synchronize=lambda: None, empty_cache=lambda: None)
+    offload = EngineOffload(SimpleNamespace(chunks=[model]), None, device)  # type: ignore[arg-type]
+    offload.offload(model=True, optimizer=True, grad=False)
+    with pytest.raises(OSError, match="disk"), offload.reloaded():
+        assert model.weight.untyped_storage().nbytes() == 24
+        raise OSError("disk")
+    assert model.weight.untyped_storage().nbytes() == 0

@@ -192,7 +192,7 @@ def _inspection_text(found: "Inspection") -> str:
         ] or lines[-1:]
     if found.problem:
         lines.append(("problem", found.problem))
-    width = max(len(name) for name, _ in lines[1:]) if lines[1:] else 0
+    width = max((len(name) for name, _ in lines[1:]), default=0)
     head = f"{lines[0][1]}: {lines[0][0]}"
     return "\n".join([head, *(f"  {name.ljust(width)}  {value}" for name, value in lines[1:])])
 

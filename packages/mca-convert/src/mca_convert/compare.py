@@ -77,7 +77,10 @@ class Comparison:
     """Outcome of a comparison: the two are the same if there are neither ``problems`` nor ``differences``."""
 
     problems: list[str] = field(default_factory=list)
-    """Differences of configurations, names, shapes and dtypes; values are compared only if there are none."""
+    """Differences of configurations, names, shapes and dtypes, of adapters also those of their scales.
+
+    Values of models are compared only if there are none, those of adapters where names, shapes and dtypes are the same.
+    """
     differences: dict[str, TensorDifference] = field(default_factory=dict)
     """Tensors with different elements, by their Hugging Face names (PEFT's for adapters)."""
     tensors: int = 0

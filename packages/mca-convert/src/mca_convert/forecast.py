@@ -140,7 +140,8 @@ class _Forecast:
         except McaError as error:
             reason = str(error)
         except OSError as error:
-            reason = f"{error.filename}: {error.strerror}"
+            what = error.strerror or str(error)
+            reason = what if error.filename is None else f"{error.filename}: {what}"
         if reason not in self.plan.refusals:
             self.plan.refusals.append(reason)
         return None

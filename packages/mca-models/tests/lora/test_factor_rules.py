@@ -155,6 +155,14 @@ def test_adapters_on_parameters_have_no_dropout(settings: dict[str, Any]) -> Non
         rules_of(config, lora_dropout=0.5, **settings)
 
 
+def test_experts_have_separate_factors_or_stacked_ones() -> None:
+    config = config_of("qwen3_moe")
+    with pytest.raises(McaError, match="target_modules and target_parameters both name the routed experts"):
+        rules_of(config, target_modules=["gate_proj"], target_parameters=STACKED)
+    both = rules_of(config, target_modules=["q_proj"], target_parameters=[*STACKED, "o_proj.weight"])
+    assert {pair.target.label for pair in both.factors} == {"q_proj", "o_proj", "gate_up_proj", "down_proj"}
+
+
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize(
     ("case", "ending", "axis", "expert", "full_sequence", "in_layer"),

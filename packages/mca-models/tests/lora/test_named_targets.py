@@ -5,6 +5,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import adapters
@@ -17,6 +18,8 @@ import transformers
 
 from mca_config.model_config import McaModelConfig
 from mca_models.checkpoint_kinds import open_checkpoint
+from mca_models.lora import peft_names
+from mca_models.lora.config import AdapterConfig
 from mca_models.lora.peft_directory import peft_shapes
 from mca_models.lora.peft_names import (
     _MOST_SHOWN,
@@ -24,6 +27,8 @@ from mca_models.lora.peft_names import (
     _module_names,
     _shown,
     complete_peft_config,
+    name_targets,
+    peft_load_warnings,
 )
 from mca_models.lora.targets import linear_targets, stacked_targets
 from mca_models.templates import FAMILIES, config_from_hf
@@ -190,3 +195,109 @@ def test_modules_are_those_of_the_model_that_have_weights(case: str, tmp_path: P
     ours = _module_names(open_checkpoint(base).config)
     assert theirs <= ours
     assert all(".experts." in name for name in ours - theirs) and {"model", "model.layers"} <= ours
+
+
+UP, DOWN = "shared_experts.up_proj", "shared_experts.down_proj"
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (
+            {"target_modules": ["o_proj", UP, DOWN]},
+            {"target_modules": ["o_proj"], "target_parameters": [UP, DOWN]},
+        ),
+        (
+            {"target_modules": [UP, "o_proj", "other"], "target_parameters": ["experts.down_proj"]},
+            {"target_modules": ["o_proj", "other"], "target_parameters": ["experts.down_proj", UP]},
+        ),
+        ({"target_modules": ["o_proj", UP], "lora_dropout": 0.1}, {}),
+        ({"target_modules": ["o_proj", "q_proj"], "modules_to_save": ["norm"]}, {}),
+        (
+            {"target_modules": ["o_proj", UP], "rank_pattern": {UP: 3, "o_proj": 4}},
+            {
+                "target_modules": ["o_proj"],
+                "target_parameters": [UP],
+                "rank_pattern": {r"shared_experts\.up_proj\.weight": 3, UP: 3, "o_proj": 4},
+            },
+        ),
+        (
+            {"target_modules": ["o_proj", UP], "alpha_pattern": {"o_proj": 4}, "r": 4},
+            {"target_modules": ["o_proj"], "target_parameters": [UP]},
+        ),
+    ],
+)
+def test_linears_that_experts_have_too_are_named_by_their_weights(given: Settings, named: Settings) -> None:
+    kind, different = tiny_hf.ALL["glm4_moe"]
+    config = config_from_hf({**tiny_hf.SIZE, **different, "model_type": kind})
+    document = {"peft_type": "LORA", **given}
+    assert name_targets(document, config) is bool(named)
+    right = {"peft_type": "LORA", **given, **named}
+    if UP in right.get("target_parameters", ()):
+        right["target_parameters"] = [
+            f"{name}.weight" if name in (UP, DOWN) else name for name in right["target_parameters"]
+        ]
+    assert document == right
+    if "rank_pattern" in named:
+        assert [*document["rank_pattern"]] == [*named["rank_pattern"]], "the first that matches counts"
+
+
+def test_stacked_weights_are_named_by_their_last_three_words() -> None:
+    config = config_from_hf(tiny_vision.described("qwen3_vl_moe"))
+    own = [each for each in linear_targets(config) if each.base.expert is not None]
+    (warning,) = peft_load_warnings(config, AdapterConfig({"target_modules": ["up_proj"]}), own)
+    assert "; to load the adapter there, name mlp.experts.gate_up_proj, mlp.experts.down_proj in" in warning
+    assert "factors for down_proj, gate_proj, up_proj, which" in warning
+
+
+@pytest.mark.parametrize(
+    ("case", "labels", "dropout", "named"),
+    [
+        ("qwen3_moe", ["gate", "q_proj"], 0.1, "gate"),
+        ("qwen3_moe", ["gate"], 0.0, None),
+        ("qwen3_moe", ["q_proj"], 0.1, None),
+        ("qwen2_moe", ["gate", "shared_expert_gate"], 0.1, "gate"),
+        ("glm4_moe", ["gate", "up_proj"], 0.1, "up_proj, gate"),
+        ("llama", ["up_proj"], 0.1, None),
+        ("kimi_k2", ["gate"], 0.1, None),
+    ],
+)
+def test_what_peft_takes_for_a_parameter_has_no_dropout(
+    case: str, labels: list[str], dropout: float, named: str | None
+) -> None:
+    kind, different = tiny_hf.ALL[case]
+    config = config_from_hf({**tiny_hf.SIZE, **different, "model_type": kind})
+    adapted = [each for each in linear_targets(config) if each.label in labels and each.base.expert is None]
+    assert adapted
+    found = list(peft_load_warnings(config, AdapterConfig({"lora_dropout": dropout}), adapted))
+    assert len(found) == (named is not None)
+    if named:
+        assert found[0].startswith(
+            f"lora_dropout: PEFT on transformers 5 adapts {named} of this {kind} model as"
+        )
+
+
+@pytest.mark.parametrize(
+    ("given", "written"),
+    [
+        ({}, None),
+        ({"exclude_modules": ["a"]}, ["a"]),
+        ({"target_modules": "all-linear"}, r"(.*\.)?gate|(.*\.)?mixer"),
+        ({"target_modules": "ALL-linear", "exclude_modules": "x.*"}, r"x.*|(.*\.)?gate|(.*\.)?mixer"),
+        (
+            {"target_modules": "all-linear", "exclude_modules": ["a.b"]},
+            r"(.*\.)?a\.b|(.*\.)?gate|(.*\.)?mixer",
+        ),
+    ],
+)
+def test_all_linear_excludes_what_cannot_be_adapted(
+    given: Settings, written: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text: Any = SimpleNamespace(unadaptable={"mixer", "gate"})
+    family = SimpleNamespace(text=lambda config: text, vision=None)
+    monkeypatch.setattr(peft_names, "get_family", lambda kind: family)
+    document = dict(given)
+    peft_names.exclude_unadapted(document, SimpleNamespace(model_type="any"), ("language",))  # type: ignore[arg-type]
+    assert (
+        document.get("exclude_modules") == written and document.keys() - {"exclude_modules"} <= given.keys()
+    )

@@ -1,6 +1,7 @@
 """Adapted modules of a vision-language model, by the adapted parts."""
 
 import copy
+import re
 from itertools import chain, combinations
 
 import pytest
@@ -10,7 +11,7 @@ import transformers
 
 from mca_models.lora.config import AdapterConfig
 from mca_models.lora.peft_names import complete_peft_config, exclude_unadapted
-from mca_models.lora.targets import linear_targets
+from mca_models.lora.targets import linear_targets, unused_modules
 from mca_models.templates import config_from_hf, get_family
 from mca_models.templates.trainable_parts import model_part, model_parts
 
@@ -82,3 +83,13 @@ def test_saved_modules_that_the_vision_model_has_too_are_named_in_full() -> None
     *norms, head = document["modules_to_save"]
     assert head == "lm_head" and "model.language_model.norm" in norms
     assert all(name.startswith("model.language_model.") for name in norms)
+
+
+@pytest.mark.parametrize(("case", "count"), [("llava", 6), ("qwen2_5_vl", 0)])
+def test_linears_on_which_no_feature_depends_are_unused(case: str, count: int) -> None:
+    """LLaVA takes its features in front of the last layer."""
+    config = config_from_hf(tiny_vision.described(case))
+    found = unused_modules(config)
+    used = {target.module for target in linear_targets(config) if target.is_vision}
+    assert used and not used & found and len(found) == count
+    assert {re.sub(r"layers\.1\.", "layers.0.", name) for name in found} <= used

@@ -1,5 +1,6 @@
-"""Base model in the configuration of a new adapter."""
+"""Configuration and first values of a new adapter, and the models that a finished one fits."""
 
+import enum
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,8 +8,13 @@ import pytest
 import torch
 from tiny_hf import SIZE
 
-from mca_models.megatron.peft import models
+from mca_config.errors import McaError
+from mca_models.lora import AdapterConfig
+from mca_models.megatron.peft import create, models
+from mca_models.megatron.peft.compatibility import require_new_params_saved, require_same
 from mca_models.megatron.peft.create import adapter_config
+from mca_models.megatron.peft.exchange import merged_piece
+from mca_models.megatron.peft.initialization import is_trained, require_supported_init
 from mca_models.templates import config_from_hf
 
 CONFIG = config_from_hf({**SIZE, "model_type": "llama", "architectures": ["LlamaForCausalLM"]})
@@ -99,3 +105,98 @@ def test_factors_replace_those_of_megatron_under_the_prefix_of_the_state(
     assert found == {f"{prefix}frozen": "base", f"{prefix}factor": ("rule", True, "ranks")}
     models.restore_sharded_state(chunk)
     assert "sharded_state_dict" not in vars(chunk)
+
+
+class Task(enum.Enum):
+    CAUSAL = "CAUSAL_LM"
+
+
+def test_a_new_configuration_has_the_defaults_of_peft_and_plain_values() -> None:
+    loaded: Any = SimpleNamespace(config=CONFIG, source=None)
+    found = adapter_config({"r": 2}, loaded).document
+    assert found["target_modules"] == ["q_proj", "v_proj"] and found["peft_type"] == "LORA"
+    assert found["inference_mode"] is True
+    given = {"task_type": Task.CAUSAL, "target_modules": {"v_proj", "k_proj"}, "inference_mode": False}
+    pattern = {"rank_pattern": {"k_proj": 3}, "exclude_modules": ("lm_head",)}
+    found = adapter_config({**given, **pattern}, loaded).document
+    assert (found["task_type"], found["target_modules"]) == ("CAUSAL_LM", ["k_proj", "v_proj"])
+    assert (found["rank_pattern"], found["exclude_modules"]) == ({"k_proj": 3}, ["lm_head"])
+    assert found["inference_mode"] is True
+    weights = adapter_config({"target_parameters": ["o_proj.weight"]}, loaded).document
+    assert weights.get("target_modules") is None
+    ready = AdapterConfig({"r": 2})
+    assert adapter_config(ready, loaded) is ready
+    assert create._plain([Task.CAUSAL, (1, frozenset("ba"))]) == ["CAUSAL_LM", [1, ["a", "b"]]]
+    with pytest.raises(McaError, match="PEFT has no default target_modules for other models; set it"):
+        create._default_targets("other")
+
+
+@pytest.mark.parametrize(
+    ("start", "supported"),
+    [(True, True), (False, True), ("gaussian", True), ("eva", False), ("orthogonal", False), (None, False)],
+)
+def test_some_ways_to_begin_are_supported(start: Any, supported: bool) -> None:
+    require_supported_init(AdapterConfig({}))
+    if supported:
+        require_supported_init(AdapterConfig({"init_lora_weights": start}))
+        return
+    with pytest.raises(McaError, match=f"init_lora_weights {start!r} is not supported for a new adapter"):
+        require_supported_init(AdapterConfig({"init_lora_weights": start}))
+
+
+def rule(name: str, *, vocab: bool = False) -> Any:
+    return SimpleNamespace(mca=name, mca_name=lambda: name, hf_names=lambda: (f"hf.{name}",), vocab=vocab)
+
+
+@pytest.mark.parametrize(("start", "both"), [(None, True), (True, True), ("MiCA", False), ("mica", False)])
+def test_what_was_only_saved_is_not_trained(start: Any, both: bool) -> None:
+    adapter = AdapterConfig({} if start is None else {"init_lora_weights": start})
+    kept, saved = rule("embedding"), rule("head")
+    rules: Any = SimpleNamespace(kept=(kept,), saved=(saved,))
+    params = [rule("x.lora_A.q.weight"), rule("x.lora_B.q.weight"), saved, kept]
+    assert [is_trained(param, adapter, rules) for param in params] == [True, both, True, False]
+
+
+def rules(*names: str, rank: int = 2, scale: float = 1.5) -> Any:
+    pairs = [
+        SimpleNamespace(target=SimpleNamespace(module=f"m.{name}"), a=rule(name), rank=rank, scale=scale)
+        for name in names
+    ]
+    return SimpleNamespace(factors=pairs, params=[pair.a for pair in pairs])
+
+
+def test_a_loaded_adapter_has_the_tensors_ranks_and_scales_of_the_live_one() -> None:
+    require_same(rules("a", "b"), rules("b", "a"), "place")
+    with pytest.raises(McaError, match=r"^place: its adapter has other tensors .*\(a, \.\.\.\); load it"):
+        require_same(rules("a", "b", "c"), rules("b", "d"), "place")
+    for other, shown in (
+        (rules("a", rank=3), "rank 3 and scale 1.5"),
+        (rules("a", scale=2.0), "rank 2 and scale 2"),
+    ):
+        with pytest.raises(McaError, match=f"on m.a has {shown}, this model's 2 and 1.5; set lora_rank"):
+            require_same(other, rules("a"), "place")
+
+
+def test_an_adapter_saves_what_the_files_of_its_base_model_lack() -> None:
+    loaded: Any = SimpleNamespace(new_params=[rule("head"), rule("embedding", vocab=True)], source="place")
+    adapted: Any = SimpleNamespace(full_params=[rule("embedding"), rule("head"), rule("more")])
+    require_new_params_saved(loaded, adapted)
+    adapted.full_params = [rule("embedding")]
+    with pytest.raises(
+        McaError, match=r"save hf\.head, the new head, which place does not have .*; make a new"
+    ):
+        require_new_params_saved(loaded, adapted)
+    adapted.full_params = [rule("head")]
+    with pytest.raises(
+        McaError, match=r"save the new rows of hf\.embedding, which place .*; write a larger base"
+    ):
+        require_new_params_saved(loaded, adapted)
+
+
+def test_only_adapted_weights_are_merged_on_demand() -> None:
+    plain, adapted = torch.zeros(1, requires_grad=True), torch.ones(1, requires_grad=True)
+    item: Any = SimpleNamespace(base=adapted, folded=lambda: adapted + 1)
+    piece = merged_piece({"plain": plain, "adapted": adapted}, [item])
+    found: Any = piece("adapted")
+    assert piece("plain") is plain and found.tolist() == [2] and not found.requires_grad
+    assert piece("elsewhere") is None

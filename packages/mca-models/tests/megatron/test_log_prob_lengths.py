@@ -65,10 +65,20 @@ def test_all_ranks_have_the_rows_of_the_one_with_most(
         box.copy_(torch.maximum(box, torch.tensor(others)))
 
     monkeypatch.setattr(torch.distributed, "all_reduce", largest)
-    monkeypatch.setattr(forward, "sequence_multiple", lambda *_, **__: 8)
+
+    def multiple(given: Any, sequence_parallel: Any, *, tokens: Any, step: Any) -> int:
+        assert (given, sequence_parallel) == (layout, "sequence_parallel")
+        assert tokens == ("fp8", "fp8_recipe") and step == ("cpu", "transformer_impl", packed)
+        return 8
+
+    monkeypatch.setattr(forward, "sequence_multiple", multiple)
+    monkeypatch.setattr(forward, "fp8_token_multiple", lambda fp8, recipe: (fp8, recipe))
+    monkeypatch.setattr(
+        forward, "length_multiple", lambda device, implementation, *, packed: (device, implementation, packed)
+    )
+    names = ("sequence_parallel", "fp8", "fp8_recipe", "transformer_impl")
     megatron = SimpleNamespace(
-        **dict.fromkeys(("sequence_parallel", "fp8", "fp8_recipe", "transformer_impl")),
-        microbatch_group_size_per_vp_stage=None,
+        **dict(zip(names, names, strict=True)), microbatch_group_size_per_vp_stage=None
     )
     layout = SimpleNamespace(pp=4, vpp=vpp)
     models: Any = SimpleNamespace(rank_context=SimpleNamespace(layout=layout), megatron=megatron)
@@ -83,8 +93,9 @@ def test_all_ranks_have_the_rows_of_the_one_with_most(
     assert empty.count == max(others[0], 1) if vpp == 1 else empty.count == -(-others[0] // 4) * 4
 
 
+@pytest.mark.parametrize("sections", [None, torch.zeros(3, 3, 6)])
 @pytest.mark.parametrize("lengths", [(), (3,), (2, 5, 4)])
-def test_ropes_are_as_long_as_the_longest_sequence(lengths, monkeypatch):
+def test_ropes_are_as_long_as_the_longest_sequence(lengths, sections, monkeypatch):
     longest: list[int] = []
     monkeypatch.setattr(forward.parallel, "context_group", lambda: SimpleNamespace(rank=int, size=lambda: 1))
     monkeypatch.setattr(forward, "set_longest_sequence", lambda ropes, length: longest.append(length))
@@ -92,7 +103,7 @@ def test_ropes_are_as_long_as_the_longest_sequence(lengths, monkeypatch):
     chunk: Any = torch.nn.Linear(1, 1)
     chunk.pre_process = True
     rows: Any = SimpleNamespace(
-        _joined_media=lambda number, decodes: SimpleNamespace(keywords=lambda dtype: {}, sections=None),
+        _joined_media=lambda number, decodes: SimpleNamespace(keywords=lambda dtype: {}, sections=sections),
         _batch=SimpleNamespace(input_ids=torch.arange(20), packed=False),
         _device=torch.device("cpu"),
         count=1,
@@ -102,10 +113,11 @@ def test_ropes_are_as_long_as_the_longest_sequence(lengths, monkeypatch):
         _lengths=lambda number: None,
         _positions=lambda number, lengths: torch.zeros(3, 6, dtype=torch.int64),
         _rank_tokens=lambda lengths, rank, size: torch.arange(6),
-        _replayed_experts=lambda number, own: None,
+        _replayed_experts=lambda number, own: (number, own.tolist()),
     )
     (inputs,) = _Rows.micro_batches(rows, chunk)
-    assert longest == [max(lengths, default=0)]
+    assert longest == [max(lengths, default=0)] and inputs["routed_experts"] == (0, [*range(6)])
+    assert inputs["position_ids"].shape == (3, 6) if sections is None else inputs["position_ids"] is sections
     for row, length in enumerate(lengths):
         assert inputs["input_ids"][row].tolist() == [*range(length), *[0] * (6 - length)]
         assert inputs["labels"][row].tolist() == [*range(1, length), *[0] * (7 - length)]

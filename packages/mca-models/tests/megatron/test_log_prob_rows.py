@@ -90,6 +90,7 @@ def test_each_value_returns_to_the_token_it_predicts(
         assert len(given) == rows.count and rows.height == (1 if packed else size)
         for each in given:
             assert each["input_ids"].shape == (rows.height, rows.length // cp)
+            assert each["input_ids"].dtype == each["labels"].dtype == torch.int64
             assert (each["packed_seq_params"] is None) != packed and each["routed_experts"] is None
             places = each["position_ids"].expand_as(each["input_ids"])[each["input_ids"] > 0]
             ids = each["input_ids"][each["input_ids"] > 0]
@@ -252,6 +253,32 @@ def test_a_pack_has_ends_on_the_host_too(monkeypatch: pytest.MonkeyPatch) -> Non
     assert params.cu_seqlens_q.tolist() == params.cu_seqlens_kv.tolist() == [0, 6, 9, 11]
     assert (params.max_seqlen_q, params.max_seqlen_kv, params.qkv_format) == (6, 6, "thd")
     assert params.cu_seqlens_q.dtype == torch.int32
+    assert getattr(params, forward.set_packed_lengths.__globals__["PACKED_ENDS"]) == [0, 6, 9, 11]
+
+
+@pytest.mark.parametrize(
+    ("packed", "tokens", "lengths", "positions"),
+    [
+        (False, [3, 1], (5,), [0, 1, 2, 2, 2]),
+        (False, [], (2,), [0, 0]),
+        (True, [3, 1], (4, 2, 3), [0, 1, 2, 2, 0, 0, 0, 0, 0]),
+        (True, [], (2,), [0, 0]),
+    ],
+)
+def test_padding_has_the_position_of_the_last_token(
+    packed: bool, tokens: list[int], lengths: tuple[int, ...], positions: list[int]
+) -> None:
+    sequences = [torch.arange(count) for count in tokens]
+    rows: Any = SimpleNamespace(
+        _batch=SimpleNamespace(packed=packed),
+        _longest=max(tokens, default=0),
+        _device="cpu",
+        _groups=[sequences],
+    )
+    rows._padded = lambda count: count
+    rows._sequence_rows = lambda number: _Rows._sequence_rows(rows, number)
+    assert _Rows._positions(rows, 0, lengths).tolist() == positions
+    assert list(_Rows._sequence_rows(rows, 1)) == [], "another replica has more micro-batches"
 
 
 @pytest.mark.parametrize("entropy", [False, True])
@@ -342,7 +369,11 @@ def test_the_checksum_of_experts_knows_their_order_and_shape() -> None:
 
 
 @pytest.mark.parametrize("has_hook", [False, True])
-def test_the_output_layer_computes_values_within_the_block(has_hook: bool) -> None:
+def test_the_output_layer_computes_values_within_the_block(
+    has_hook: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forward, "token_values", lambda values, words: (values, words))
+
     def plain(**_: Any) -> str:
         return "plain"
 
@@ -360,16 +391,22 @@ def test_the_output_layer_computes_values_within_the_block(has_hook: bool) -> No
     each: Any = SimpleNamespace(chunks=[Stage(), last], config=SimpleNamespace(vocab_size=9))
     with pytest.raises(KeyError), forward._computing(each, 5, TokenValues()):
         assert isinstance(last._postprocess, ChunkedOutput) and last._postprocess._tokens == 5
+        assert last._postprocess._values == (TokenValues(), 9)
         assert "_postprocess" not in vars(each.chunks[0])
         raise KeyError
     assert vars(last) == ({"_postprocess": plain} if has_hook else {})
 
 
-@pytest.mark.parametrize("tokens", [1, 4, 5, 8, 1000])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("tokens", "ranks", "chunks"),
+    [
+        *((1, 1, 6), (4, 1, 3), (5, 1, 3), (8, 1, 2), (1000, 1, 1)),
+        *((1, 2, 3), (4, 2, 3), (5, 2, 3), (8, 2, 2), (1000, 2, 1)),
+    ],
+)
 @pytest.mark.parametrize("tied", [False, True])
 def test_values_in_chunks_and_their_gradients_are_those_of_full_logits(
-    tokens: int, ranks: int, tied: bool, monkeypatch: pytest.MonkeyPatch
+    tokens: int, ranks: int, chunks: int, tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two sequences of six tokens; with sequence parallelism the output layer gathers those of both ranks."""
     platform.prepare()
@@ -406,7 +443,7 @@ def test_values_in_chunks_and_their_gradients_are_those_of_full_logits(
     logits = hidden.clone().requires_grad_() @ weight.T
     expected = logits.log_softmax(-1).gather(-1, labels.T[..., None])[..., 0].T
     torch.testing.assert_close(found, torch.stack([expected, 2 * expected]))
-    assert max(widest) <= max(tokens, 2 * ranks)
+    assert max(widest) <= max(tokens, 2 * ranks) and len(widest) == chunks
     (own,) = torch.autograd.grad(found[0].sum(), weight)
     (right,) = torch.autograd.grad(expected.sum(), weight)
     torch.testing.assert_close(own, right)

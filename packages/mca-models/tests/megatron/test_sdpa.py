@@ -135,3 +135,25 @@ def test_what_is_kept_for_the_backward_pass_grows_with_the_length(
             long_sequence(length, window, softcap, start, with_sink)
         kept[length] = sum(x.untyped_storage().nbytes() for x in storages.values())
     assert kept[3072] < 2.2 * kept[1536]
+
+
+@pytest.mark.parametrize(
+    ("length", "start", "window", "expected"),
+    [
+        (1, 0, None, [(0, 1, 0)]),
+        (3, 5, None, [(0, 3, 0)]),
+        (4, 0, None, [(0, 4, 0)]),
+        (5, 0, None, [(0, 1, 0), (1, 5, 0)]),
+        (10, 3, 6, [(0, 2, 0), (2, 6, 0), (6, 10, 4)]),
+        (8, 3, 3, [(0, 4, 1), (4, 8, 5)]),
+    ],
+)
+def test_blocks_have_four_queries_and_the_keys_that_the_first_sees(
+    length: int,
+    start: int,
+    window: int | None,
+    expected: list[tuple[int, int, int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sdpa, "QUERY_BLOCK", 4)
+    assert list(sdpa.blocks(length, start, window)) == expected

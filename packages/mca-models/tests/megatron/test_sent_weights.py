@@ -70,12 +70,20 @@ def test_eight_problems_are_shown(count: int, shown: int) -> None:
 
 
 def test_a_parameter_has_changed_if_any_number_of_its_digest_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_: None)
+    others = torch.zeros(3, dtype=torch.int32)
+
+    def reduce(flags: torch.Tensor, operation: Any) -> None:
+        assert operation == torch.distributed.ReduceOp.MAX
+        flags.copy_(torch.maximum(flags, others))
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", reduce)
     params: Any = [SimpleNamespace(mca_name=lambda name=name: name) for name in "abc"]
     before = torch.tensor([[1, 2], [3, 4], [5, 6]])
     now = torch.tensor([[1, 2], [3, 0], [0, 6]])
     assert sender._changed(params, before, now) == {"b", "c"}
     assert sender._changed(params, before, before) == set()
+    others[0] = 1  # on another rank
+    assert sender._changed(params, before, before) == {"a"}
     assert sender._changed(params, None, now) == {"a", "b", "c"}
 
 
@@ -114,3 +122,18 @@ def test_replicas_write_all_bytes_of_a_file_once(count: int, tmp_path: Path) -> 
     found = load_file(plan.file)
     assert all(torch.equal(found[name], tensor) for name, tensor in live.items())
     assert all(size > 0 for size in sizes), "each replica writes"
+
+
+def test_digests_of_all_shards_keep_every_bit() -> None:
+    """Parameters without a shard on this rank have zeros; others are cast to the dtype in which they are sent."""
+    shards = {"a": torch.arange(7.0), "c": torch.ones(3)}
+    params: Any = [SimpleNamespace(mca_name=lambda name=name: name) for name in "abc"]
+    specs = {"a": ("F32", (7,)), "b": ("F32", (7,)), "c": ("BF16", (3,))}
+    found = sender._digests(params, specs, shards.get)
+    assert found.dtype == torch.int64
+    expected = [
+        sender._digest(shards["a"]),
+        torch.zeros(2, dtype=torch.int64),
+        sender._digest(shards["c"].bfloat16()),
+    ]
+    assert torch.equal(found, torch.stack(expected)) and found.abs().max() > 2**54

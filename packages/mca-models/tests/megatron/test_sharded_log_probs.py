@@ -1,9 +1,13 @@
 """Log-probabilities and entropies over a vocabulary sharded over threads, against torch's on all logits."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from simulated_ranks import SimulatedRanks
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mca_config.errors import McaError
 from mca_models.megatron.distributed import parallel
@@ -60,6 +64,33 @@ def test_values_and_gradients_are_those_of_all_logits(
         gradients.append(gradient)
     rounding = 1e-5 if dtype == torch.float32 else 2**-8  # of a gradient's last bit in bf16
     torch.testing.assert_close(torch.cat(gradients, -1), whole.grad, rtol=rounding, atol=rounding)
+
+
+class Copies(TorchDispatchMode):
+    """Memory of tensors of the size of the logits, all of which stay alive."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.size, self.kept = size, list[Tensor]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.numel() == self.size:
+            self.kept.append(out)
+        return out
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_without_gradients_there_are_no_more_copies_than_the_peak_has(
+    entropy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits = torch.randn(*TOKENS.shape, 11)
+    alone = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+    monkeypatch.setattr(parallel, "tensor_group", lambda: alone)
+    with torch.no_grad(), Copies(logits.numel()) as copies:
+        TokenValues(entropy=entropy)(logits, TOKENS, 11)
+    places = {tensor.untyped_storage().data_ptr() for tensor in (logits, *copies.kept)}
+    assert len(places) == 1 + 1 + entropy
 
 
 @pytest.mark.parametrize(("entropy", "bytes_of_a_logit"), [(False, 6), (True, 10)])

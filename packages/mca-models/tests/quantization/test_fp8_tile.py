@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from mca_models.megatron.state import fp8_export
 from mca_models.quantization import fp8_tile
 from mca_models.quantization.fp8_tile import BLOCK, LARGEST, Fp8Tile
 from mca_models.storage.dtypes import numpy_dtype
@@ -32,7 +33,7 @@ def expected(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return torch's e4m3 bytes and the scales, of blocks of all rows and 128 columns."""
     parts = weight.float().split(BLOCK, 1)
     scales = torch.stack([part.abs().max() / LARGEST for part in parts])
-    scales[scales == 0] = 1.0
+    scales = torch.where(scales == 0, 1.0, scales.clamp(min=2.0**-126))
     cast = [(part / scale).to(_E4M3).view(torch.uint8) for part, scale in zip(parts, scales, strict=True)]
     return torch.cat(cast, 1), scales
 
@@ -82,6 +83,19 @@ def test_numbers_near_the_ends_of_fp32_are_divided_by_their_scale(exponent: int)
     right, right_scales = expected(weight)
     np.testing.assert_array_equal(scales, right_scales.numpy())
     np.testing.assert_array_equal(values, right.numpy())
+
+
+def test_scales_below_the_normal_numbers_are_the_smallest_of_these() -> None:
+    """In the first block the largest number over 448 is 0 in fp32, in the second 3 x 2^-149 instead of 3.4."""
+    weight = np.zeros((1, 3 * BLOCK), np.float32)
+    weight[0, ::BLOCK] = 1e-43, 3.4 * 448 * 2.0**-149, -448 * 2.0**-126
+    values, scales = np.ones(weight.shape, np.uint8), np.zeros(3, np.float32)
+    Fp8Tile().quantise(weight, values, scales)
+    on_device = fp8_export.quantised("name", torch.from_numpy(weight))
+    for codes, found in ((values, scales), (on_device[0].view(torch.uint8).numpy(), on_device[1].numpy())):
+        assert found.ravel().tolist() == [2.0**-126] * 3
+        assert [int(codes[0, column]) & 0x7F for column in (0, BLOCK)] == [0, 0]  # below half of e4m3's step
+        assert codes[0, 2 * BLOCK] == 0x80 + 0x7E
 
 
 @pytest.mark.parametrize("dtype", ["F32", "F16"])

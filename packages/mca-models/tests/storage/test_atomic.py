@@ -395,3 +395,14 @@ def test_the_descriptor_of_the_directory_is_closed_once(
     made.discard()
     made.discard()
     assert closed == [0]
+
+
+def test_a_folder_that_was_moved_or_replaced_is_not_in_its_place(tmp_path: Path) -> None:
+    folder = staging_folder.StagingFolder(tmp_path, "a")
+    assert folder.is_in_place()
+    folder.path.rename(tmp_path / "moved")
+    assert not folder.is_in_place()
+    folder.path.mkdir()
+    assert not folder.is_in_place()
+    folder.remove()
+    assert [path.name for path in tmp_path.iterdir()] == ["moved"] and folder.fd == -1

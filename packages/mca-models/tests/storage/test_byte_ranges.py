@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mca_models.storage.byte_ranges import Gather, Move, in_unit_steps, plan_gather, strided_runs
+from mca_models.storage.copy_plan import _rectangles
 
 small = st.integers(1, 5)
 moves = st.builds(
@@ -82,6 +83,8 @@ def test_runs_at_constant_distances_are_one_move() -> None:
         (39, 16, 2, 1, 2, 2),
         (50, 20, 3, 1, 3, 3),
     ]
+    repeated = np.array([(5, 0, 2), (5, 4, 2), (5, 8, 2)]).T
+    assert list(strided_runs(repeated)) == [(5, 0, 2, 3, 0, 4)]
 
 
 def test_a_gather_reads_each_part_from_its_start_and_writes_zeros_where_nothing_is() -> None:
@@ -94,3 +97,30 @@ def test_a_gather_reads_each_part_from_its_start_and_writes_zeros_where_nothing_
         ((40, 60),),
     )
     assert gather.size == 60
+    padded = plan_gather(positions, np.array([-1, 0, 1, -1]), [0, 4], 10)
+    assert (padded.moves, padded.zeros) == ((Move(0, 0, 10, 20, 1, 20, 20),), ((0, 10), (30, 40)))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    *(st.integers(1, 6), st.integers(0, 12), st.integers(0, 12), st.integers(1, 14), st.integers(1, 4)),
+    *(st.integers(0, 9), st.integers(0, 9), st.booleans()),
+)
+def test_rectangles_have_the_elements_of_their_move(
+    columns: int, source: int, target: int, run: int, repeat: int, gap: int, other_gap: int, of_source: bool
+) -> None:
+    """Rectangles lie in a matrix of some columns, on either side of the move."""
+    move = Move(2, source, target, run, repeat, run + gap, run + other_gap)
+    found = []
+    for block in _rectangles(move, columns, source=of_source):
+        assert block.part == 2 and block.column + block.width <= columns
+        found += [
+            (
+                (block.row + row * block.step) * columns + block.column + column,
+                block.other + row * block.other_stride + column,
+            )
+            for row in range(block.height)
+            for column in range(block.width)
+        ]
+    expected = elements(move) if of_source else [(target, source) for source, target in elements(move)]
+    assert sorted(found) == sorted(expected)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mca_models.storage.copy_plan import HF, Rule, Side, part_shapes, plan_moves
+from mca_models.storage.copy_plan import HF, Rule, Side, _blocks_per_row, part_shapes, plan_moves
 from mca_models.storage.source import copy_move
 from mca_models.weights import (
     COLUMN,
@@ -206,3 +206,28 @@ def test_columns_that_change_their_order_are_moved_one_by_one(shard: Shard) -> N
 def test_rows_whose_length_is_no_multiple_of_four_move_in_blocks() -> None:
     embedding = Rule.from_param(Param(mca="x", hf=("x",), shard=COLUMN))
     assert len(plan_moves(embedding, (262144, 2054), HF, 4)) == 4  # one by one, it would be too large
+
+
+@pytest.mark.parametrize(
+    ("whole", "shard", "sides", "blocks"),
+    [
+        ((), REPLICATED, [HF, 1], 1),
+        ((7,), COLUMN, [HF, 1], 7),
+        ((4, 48), REPLICATED, [HF, 1], 4),
+        ((4, 48), COLUMN, [HF, 4], 4),
+        ((4, 48), ROW, [HF, 2], 4),
+        ((4, 48), ROW, [2, 4], 8),
+        ((4, 48), ROW, [2, 3], 12),
+        ((4, 48), Shard(1, segments=(1, 2)), [HF, 2], 12),
+        ((4, 54), REPLICATED, [HF, 1], 6),
+        ((4, 54), ROW, [HF, 2], 54),
+        ((4, 4), REPLICATED, [HF, 1], 4),
+        ((4, 0), REPLICATED, [HF, 1], 0),
+    ],
+)
+def test_a_row_has_few_blocks_that_every_side_keeps_whole(
+    whole: tuple[int, ...], shard: Shard, sides: list[Side], blocks: int
+) -> None:
+    """Blocks come in pairs, for each shard of a row and each of its segments."""
+    rule = Rule.from_param(Param(mca="x", hf=("x",), shard=shard))
+    assert _blocks_per_row(rule, whole, sides) == blocks

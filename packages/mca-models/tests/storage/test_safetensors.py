@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mca_config.errors import McaError
+from mca_models.storage import writer
 from mca_models.storage.dtypes import ITEM_SIZES, dtype_code, numpy_dtype
 from mca_models.storage.safetensors import plan_file, read_header
 from mca_models.storage.writer import SafetensorsWriter
@@ -119,3 +120,17 @@ def test_one_name_twice_is_refused(tmp_path: Path) -> None:
 def test_codes_and_array_types_agree(code: str) -> None:
     assert numpy_dtype(code).itemsize == ITEM_SIZES[code]
     assert dtype_code(numpy_dtype(code)) == code
+
+
+@pytest.mark.parametrize("has_hint", [False, True])
+def test_the_kernel_is_asked_to_write_what_has_grown(has_hint: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The range of a hint is that of all bytes since the last one."""
+    hints: list[tuple[int, ...]] = []
+    monkeypatch.setattr(writer, "_WRITEBACK_BYTES", 100)
+    monkeypatch.setattr(
+        writer, "_sync_file_range", (lambda *given: hints.append(given)) if has_hint else None
+    )
+    each = writer.Writeback(5)
+    for start, nbytes in ((500, 30), (300, 20), (540, 10), (600, 39), (400, 1), (50, 99), (900, 1), (0, 300)):
+        each.add(start, nbytes)
+    assert hints == ([(5, 300, 339, 2), (5, 50, 851, 2), (5, 0, 300, 2)] if has_hint else [])

@@ -363,3 +363,33 @@ def test_ropes_of_granite_with_windows_are_scaled_if_all_layers_have_one() -> No
     assert config_from_hf(one).rope.rope_scaling
     with pytest.raises(McaError, match="'layer_rope_theta' is"):
         config_from_hf(described("granite_swa", rope_parameters=scaled))
+
+
+@pytest.mark.parametrize(("case", "percent"), [("llama", None), ("phi3", 0.5)])
+def test_a_config_json_from_scratch_names_the_rotated_share_of_a_head_only_if_it_is_not_whole(
+    case: str, percent: float | None
+) -> None:
+    rope = {**HALF, "rope_type": "default"}
+    written = config_to_hf(replace(config_from_hf(described(case, rope_parameters=rope)), hf_config={}))
+    named = {} if percent is None else {"partial_rotary_factor": percent}
+    assert written["rope_parameters"] == {"rope_theta": 1e4, "rope_type": "default"} | named
+
+
+@pytest.mark.parametrize(
+    ("keys", "dtype"),
+    [
+        ({}, "float32"),
+        ({"dtype": None}, "float32"),
+        ({"dtype": "bfloat16"}, "bfloat16"),
+        ({"torch_dtype": "torch.float16"}, "float16"),
+        ({"dtype": "float16", "torch_dtype": "bfloat16"}, "float16"),
+    ],
+)
+def test_weights_have_the_dtype_of_config_json(keys: dict[str, Any], dtype: str) -> None:
+    assert config_from_hf(described("llama", **keys)).dtype == dtype
+
+
+def test_a_dtype_that_weights_cannot_have_is_refused() -> None:
+    words = "config.json: 'dtype' is 'int8'; supported: 'float32', 'bfloat16', 'float16'"
+    with pytest.raises(McaError, match=words):
+        config_from_hf(described("llama", torch_dtype="int8"))

@@ -58,6 +58,8 @@ def _run(known: Program, words: list[str]) -> int:
         return _report(known.parser(command).read(words))
     parser = known.parser(command)
     options, overrides = parser.read_known(words)
+    if command == "plan":
+        _check_device(options)
     usage = known.commands[command].usage
     kind, config = _kind_and_file(command, usage, options.operands, parser.flags, overrides)
     from mca_train.launch.environment import one_thread_until_forked, started_by_launcher
@@ -88,6 +90,17 @@ def _run(known: Program, words: list[str]) -> int:
 
     again = [sys.executable, "-m", "mca_train", command, *words]
     return run(kind, values, where, again)
+
+
+def _check_device(options: "Namespace") -> None:
+    """Raise a `UsageError` for an unknown device of a plan, before a missing file is reported."""
+    from mca_config.parser import from_namespace
+    from mca_train.plan.hardware import load_hardware
+    from mca_train.plan.options import PlanOptions
+
+    chosen = from_namespace(PlanOptions, options)
+    if chosen.device is not None:
+        load_hardware(chosen.device, chosen.hardware)
 
 
 def _fails_on_first_rank(

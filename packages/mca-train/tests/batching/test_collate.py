@@ -249,6 +249,10 @@ def test_what_a_collator_must_say_itself_is_one_line(names, changes, message):
     step = StepCollator(collate=lambda features: padded(features, *names) | changes, micro_batch_size=2)
     with pytest.raises(McaError, match=message):
         step([(sample, True) for sample in samples])
+    if "labels" not in names:
+        del samples[0]["labels"]
+        with pytest.raises(McaError, match=message):
+            step([(sample, True) for sample in samples])
 
 
 @pytest.mark.parametrize(

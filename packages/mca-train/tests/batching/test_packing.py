@@ -66,7 +66,7 @@ def test_a_row_restarts_positions_and_has_no_target_across_sequences():
     assert row.labels.tolist() == [[1, 1, 0, 2, 0, 3, 3, 3, 0]]
     assert row.loss_mask.tolist() == [[1, 1, 0, 1, 0, 1, 1, 1, 0]]
     assert row.segments.tolist() == [[0, 0, 0, 1, 1, 2, 2, 2, 2]]
-    assert row.cu_seqlens.tolist() == [0, 3, 5, 9]
+    assert row.cu_seqlens.tolist() == [0, 3, 5, 9] and row.cu_seqlens.dtype == torch.int32
     assert (row.max_seqlen, made.seq_length, made.num_tokens, made.num_samples) == (4, 9, 9, 3)
 
 

@@ -75,3 +75,8 @@ def test_replicas_compare_samples_of_their_datasets_that_are_not_random(
     for replicas, dataset in ((2, rows), (1, rows), (2, None)):
         assert list(check_first_step(iter(steps), ranks(2, replicas), sampler, "step 1", dataset)) == steps
     assert [numbers[-1] for numbers in sent] == [probes[0], RANDOM, RANDOM]
+    sent.clear()
+    for seed in (None, 0, 7):
+        sampler.seed = seed
+        list(check_first_step(iter(steps), ranks(2, 2), sampler, "step 1"))
+    assert sent == [[0, 5, 5, seed, RANDOM] for seed in (-1, 0, 7)]

@@ -139,4 +139,7 @@ def test_a_new_sampler_has_the_order_of_the_first_epoch():
     )
     fresh = [index for (index,) in StepSampler(9, shape, seed=5)]
     assert fresh == [index for (index,) in steps(9, seed=5)[0]]
+    for epoch in (0, 3):
+        expected = torch.randperm(9, generator=torch.Generator().manual_seed(5 + epoch)).tolist()
+        assert [index for (index,) in steps(9, seed=5, epoch=epoch)[0]] == expected
     assert fresh == torch.randperm(9, generator=torch.Generator().manual_seed(5)).tolist()

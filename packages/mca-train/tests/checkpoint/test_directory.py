@@ -147,3 +147,17 @@ def test_the_best_checkpoint_is_next_to_the_resumed_one(
     none: Any = SimpleNamespace(best_model_checkpoint=None, best_metric=3.0)
     directory.locate_best(none, tmp_path)
     assert none.best_metric == 3
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_each_damaged_checkpoint_but_a_lone_one_is_reported_as_it_is_tried(
+    count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    monkeypatch.setattr(directory, "run_on_first_rank", lambda call: call())
+    for step in range(1, count + 1):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / STATE_FILE).write_text("{}")
+    damaged(monkeypatch, *range(1, count + 1))
+    with pytest.raises(McaError):
+        directory.find("auto", tmp_path, RANKS)
+    assert len(caplog.messages) == (count if count > 1 else 0)

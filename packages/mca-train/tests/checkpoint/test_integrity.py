@@ -107,11 +107,18 @@ def test_a_model_only_checkpoint_needs_no_training_state(tmp_path: Path, alone: 
         assert bool(faults(tmp_path, 0, 1)) == is_fault
 
 
-def test_the_manifest_that_is_written_has_every_covered_file(checkpoint: Path, alone: None) -> None:
+def test_the_manifest_that_is_written_has_every_covered_file(
+    checkpoint: Path, alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = made(checkpoint)
     (checkpoint / MANIFEST).unlink()
     ranks: Any = SimpleNamespace(rank=0, world_size=1, is_first=True)
-    Checksums(checkpoint, ranks).finish()
+    synced: list[int] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(integrity, "write_file", lambda path, data: path.write_bytes(data))
+        patched.setattr(integrity.os, "fsync", synced.append)
+        Checksums(checkpoint, ranks).finish()
+    assert len(synced) == len(COVERED), "files are on the disk before the manifest says so"
     assert json.loads((checkpoint / MANIFEST).read_text()) == expected
     second: Any = SimpleNamespace(rank=1, world_size=2)
     sums = Checksums(checkpoint, second)
@@ -122,3 +129,61 @@ def test_the_manifest_that_is_written_has_every_covered_file(checkpoint: Path, a
     sums._sum()
     with pytest.raises(OSError):
         sums._records_or_error()
+
+
+def test_a_manifest_is_there_when_any_rank_goes_on(
+    checkpoint: Path, alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks list files once all have written, and leave once the first one has written the manifest."""
+    seen: list[tuple[bool, list[str]]] = []
+    for is_first in (False, True):
+        ranks: Any = SimpleNamespace(rank=0, world_size=1, is_first=is_first)
+        sums = Checksums(checkpoint, ranks)
+        monkeypatch.setattr(
+            integrity.groups,
+            "barrier",
+            lambda sums=sums: seen.append(((checkpoint / MANIFEST).exists(), [*sums._names])),
+        )
+        sums.finish()
+    assert seen == [(False, []), (False, COVERED), (False, []), (True, COVERED)]
+
+
+def test_files_are_read_in_the_background_until_all_ranks_are_done(
+    checkpoint: Path, alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(integrity.groups, "max_over_ranks", lambda own, device: asked.append(device) or own)
+    ranks: Any = SimpleNamespace(rank=0, world_size=1, is_first=True, device="device")
+    sums = Checksums(checkpoint, ranks)
+    sums.done()
+    assert sums._thread is not None
+    sums._thread.join()
+    assert sums.done() and asked == ["device"] * 2
+    monkeypatch.setattr(integrity.groups, "max_over_ranks", lambda own, device: own + 1)
+    assert not sums.done(), "another rank reads"
+    sums.finish()
+    assert (checkpoint / MANIFEST).exists()
+
+
+def test_a_model_with_a_manifest_is_checked_where_it_is_not_covered_yet(
+    checkpoint: Path, alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a training state, an iteration in Megatron's own format has nothing to compare with."""
+    read: list[str] = []
+    wrong = SimpleNamespace(nbytes=1, crc32=2)
+
+    def load(folder: Path) -> Any:
+        read.append(folder.name)
+        return SimpleNamespace(files={"model.safetensors": wrong})
+
+    monkeypatch.setattr(integrity.Manifest, "load", load)
+    made(checkpoint)
+    (fault,) = faults(checkpoint, 0, 1)
+    assert read == ["iter_0000002"] and fault.startswith(
+        f"{checkpoint}/iter_0000002/model.safetensors: has 31"
+    )
+    (checkpoint / MANIFEST).unlink()
+    (checkpoint / MANIFEST.parent).rename(checkpoint / "other")
+    (checkpoint / ARGUMENTS_FILE).write_text('{"save_only_model": true}')
+    read.clear()
+    assert len(faults(checkpoint, 0, 1)) == 1 and read == ["iter_0000002"]

@@ -87,3 +87,28 @@ def test_a_run_does_not_overwrite_the_model_that_it_reads(
         return
     with pytest.raises(McaError, match=f"^output_dir: {output_dir} {words}"):
         require_usable(output_dir, sources)
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        (["config.json"], "config.json"),
+        (["d.bin", "c.bin", "b.bin", "a.bin"], "a.bin, b.bin, c.bin, d.bin"),
+        (["e.bin", "d.bin", "c.bin", "b.bin", "a.bin"], "a.bin, b.bin, c.bin, d.bin, ..."),
+        (["notes.txt"], None),
+        (["config.json", "train_log.jsonl"], None),
+    ],
+)
+def test_files_of_others_that_a_run_may_replace_are_named(
+    files: list[str], words: str | None, tmp_path: Path
+) -> None:
+    """A log is the trace of a run, whose files it may replace."""
+    for name in files:
+        (tmp_path / name).touch()
+    if words is None:
+        require_usable(tmp_path, [])
+        return
+    with pytest.raises(
+        McaError, match=rf"^output_dir: {tmp_path} holds {re.escape(words)}, which mca did not"
+    ):
+        require_usable(tmp_path, [])

@@ -177,3 +177,18 @@ def test_a_process_may_have_brackets_in_its_name():
     assert found.isdigit() and 0 <= int(expected) - int(found) < 6000  # a minute
     for each in (child, plain):
         killed(each)
+
+
+def test_a_lock_holds_the_record_of_its_run_alone(tmp_path):
+    """A killed run may have left a longer one."""
+    (tmp_path / output_lock.NAME).write_text(json.dumps({"process": 1, "other": "x" * 1000}))
+    lock = OutputLock(tmp_path)
+    lock.take()
+    assert json.loads((tmp_path / output_lock.NAME).read_text()) == output_lock._record()
+    lock.verify()
+    lock.release()
+    lock = OutputLock(tmp_path)
+    lock.take()
+    assert not (tmp_path / output_lock.NAME).stat().st_mode & 0o111
+    lock.release()
+    assert not list(tmp_path.iterdir())

@@ -1,6 +1,7 @@
 """Checks of an adapter before its model is loaded."""
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from mca_config.errors import McaError
 from mca_models.lora import AdapterConfig, rules_for_training
 from mca_models.templates import config_from_hf
 from mca_train.cli import main
@@ -76,3 +78,31 @@ def test_a_new_adapter_of_a_model_with_a_head_trains_that(run, tmp_path):
     )
     _, rules = make_adapter(LoraArguments(lora_rank=2), config, {"language"})
     assert [param.mca_name() for param in rules.saved] == ["output_layer.weight"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "messages"),
+    [
+        ({"lora_modules_to_save": ["norms"]}, ["lora_modules_to_save: 'norms' names nothing of this"]),
+        (
+            {"lora_target_modules": ["embed_tokens"]},
+            ["lora_target_modules: ['embed_tokens'] matches no linear"],
+        ),
+        (
+            {"lora_target_modules": ["q_proj", "embed_tokens"]},
+            ["lora_target_modules: ", "use lora_modules_to_save"],
+        ),
+        ({"lora_target_modules": ["mlp"]}, ["lora_target_modules: ['mlp'] matches no linear"]),
+        (
+            {"lora_target_parameters": ["q_proj"]},
+            ["lora_target_parameters: ", "move it to lora_target_modules"],
+        ),
+    ],
+)
+def test_errors_of_a_new_adapter_name_the_keys_of_the_run(keys, messages, run, tmp_path):
+    config = model_config(str(tmp_path / "model"))
+    with pytest.raises(McaError) as raised:
+        make_adapter(LoraArguments(lora_rank=2, **keys), config, {"language"})
+    for message in messages:
+        assert message in str(raised.value)
+    assert not re.search(r"(?<!lora_)(target_|modules_to_save)", str(raised.value))

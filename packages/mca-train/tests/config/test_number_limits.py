@@ -11,7 +11,7 @@ from mca_config.errors import McaError
 from mca_models.megatron.log_probs.vocabulary import TokenValues
 from mca_train.config.arguments import DataArguments, LaunchArguments, LoraArguments
 from mca_train.data.sources import Source
-from mca_train.losses.options import KtoOptions, PreferenceOptions
+from mca_train.losses.preference_options import KtoOptions, PreferenceOptions
 from mca_train.plan.options import PlanOptions
 
 

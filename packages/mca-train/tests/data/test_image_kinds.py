@@ -249,6 +249,11 @@ def test_images_of_any_size_have_the_tiles_of_ovis2(covering, tmp_path):
         assert grid.rows == len(made["pixel_values"])
         found.add(made["grids"].tolist()[0][0])
     assert len(found) > 3
+    own = tokens.processor
+    for crops, most, is_cut in ((True, 2, True), (True, 1, False), (False, 6, False)):
+        own.crop_to_patches, own.max_patches = crops, most
+        grid = tokens._computed(48, 16)
+        assert (grid.rows, grid.tile_rows) == (3 if is_cut else 1, 1 if covering or not is_cut else 2)
     kind.config.vision_fields["visual_indicator_token_ids"] = [1, 2]
     with pytest.raises(UsageError, match=r"visual_indicator_token_ids is \[1, 2\]; expected \[\d+, "):
         image_tokens(kind.config, (tmp_path,), kind.tokenizer)

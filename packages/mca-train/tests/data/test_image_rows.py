@@ -1,6 +1,7 @@
 """Rows whose images could be lost without a word: by their columns, their parts, their length, or the kind of run."""
 
 import json
+from types import SimpleNamespace
 
 import datasets
 import pytest
@@ -11,8 +12,10 @@ from PIL import Image
 from tokenizers_for_tests import byte_tokenizer
 
 from mca_config.errors import McaError
+from mca_train.config.arguments import PairArguments
 from mca_train.data.encoding import check_messages
 from mca_train.data.image_files import open_image
+from mca_train.data.image_rows import ImageRows
 from mca_train.data.placeholders import require_no_placeholders
 from mca_train.data.row_paths import RowPaths
 from mca_train.tasks.load import load_mixture, load_stream, load_tokenized
@@ -348,3 +351,18 @@ def test_a_prompt_that_both_conversations_repeat_has_its_images_once(made, of_co
             found[name].places == value.places if name.endswith("images") else torch.equal(found[name], value)
         )
         assert same, name
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "count"),
+    [("ab", "ab", 2), ("ab", "a", 0), ("a", "ab", 0), ("abc", "abd", 2), ("b", "", 0)],
+)
+def test_a_prompt_is_repeated_if_both_conversations_begin_with_it(chosen, rejected, count):
+    def turns(text):
+        return [{"role": "user", "content": letter, "weight": None} for letter in text]
+
+    rows = SimpleNamespace(arguments=PairArguments(model_name_or_path="m"))
+    row = {"prompt": turns("ab"), "chosen": turns(chosen), "rejected": turns(rejected)}
+    assert ImageRows._num_repeated_turns(rows, row) == count
+    assert ImageRows._num_repeated_turns(rows, {"prompt": "ab", "chosen": "a", "rejected": "b"}) == 0
+    assert ImageRows._num_repeated_turns(SimpleNamespace(arguments=None), row) == 0

@@ -161,3 +161,10 @@ def test_a_prefix_may_have_a_dot_and_either_file_names_it(name, tmp_path):
         Path(f"{prefix}{end}").touch()
     assert {indexed.find_prefix(f"{prefix}{end}") for end in ("", ".bin", ".idx")} == {prefix}
     assert indexed.find_prefix(str(tmp_path / "others.v2")) is None
+
+
+def test_the_folder_of_the_largest_token_is_made_once(tmp_path):
+    for _ in range(2):
+        found = indexed._cache_file(tmp_path / "a.bin", str(tmp_path / "new" / "cache"))
+        assert found.parent == tmp_path / "new" / "cache" and found.parent.is_dir()
+    assert indexed._cache_file(tmp_path / "a.bin", None) == tmp_path / "a.largest.json"

@@ -15,3 +15,15 @@ def test_each_seed_and_epoch_has_its_order():
     assert all(sorted(each) == list(range(20)) for each in orders)
     assert order(1, 1) == orders[1] != list(range(20))
     assert order(None, 1) == list(range(20))
+
+
+def first(seed: int | None, size: int = 20, limit: int | None = None) -> list[int]:
+    parts = [("a.jsonl", [{"n": n} for n in range(20)])]
+    rows = FileRows(parts, "train_file", seed=seed, buffer_size=size, limit=limit)
+    return [row["n"] for row in rows]  # type: ignore[misc]
+
+
+def test_the_first_pass_has_the_order_of_epoch_0():
+    assert first(1) == first(1 + 2**32) == order(1, 0)
+    assert first(None, limit=5) == [0, 1, 2, 3, 4] == sorted(first(1, limit=5))
+    assert first(1, size=1) == list(range(20))

@@ -120,3 +120,18 @@ def test_labels_are_numbered_from_0():
     for label in (-1, 3):
         with pytest.raises(McaError, match="expected one of good, bad, ugly, or its number from 0"):
             scoring._class(label, names, "label")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "padding", "kept"),
+    [
+        ([5, 7, 7], 7, [5]),
+        ([7, 7, 7], 7, [7]),
+        ([7], 7, [7]),
+        ([], 7, []),
+        ([7, 5], 7, [7, 5]),
+        ([5, 7], None, [5, 7]),
+    ],
+)
+def test_padding_at_the_end_is_cut_off_but_for_a_first_token(tokens, padding, kept):
+    assert scoring._strip_padding(tokens, padding) == (kept, [True] * len(kept))

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from mca_config.errors import UsageError
 from mca_models.media import ImageSpan
+from mca_train.data import video_sound
 from mca_train.data.video_sound import SoundingVideoTokens
 
 VIDEO, AUDIO, BEGIN, END = 7, 8, 5, 6
@@ -82,3 +84,41 @@ def test_a_video_without_sound_is_placed_as_a_video() -> None:
     grid: Any = Grid(0)
     assert tokens(None).ids(grid) == ["video"]
     assert [span.run for span in tokens(2).locate([4], grid)] == [ImageSpan(4, 1, 4, medium="video").run]
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "chunk"),
+    [
+        (None, "chunks", 50),
+        ({}, "chunks", 50),
+        ({"seconds_per_chunk": 0.5}, "chunks", 12),
+        (None, "times", None),
+    ],
+)
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_chunk_of_sound_has_the_positions_of_its_seconds(
+    asked: bool, fields: Any, kind: str, chunk: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rules = SimpleNamespace(vision=SimpleNamespace(video_rules=SimpleNamespace(sound=kind)))
+    for name, result in (
+        ("video_tokens", "frames"),
+        ("audio_tokens", "sound"),
+        ("get_family", rules),
+        ("media_marks", "marks"),
+        ("positions_per_second", 25),
+    ):
+        monkeypatch.setattr(video_sound, name, lambda *_, result=result: result)
+    monkeypatch.setattr(video_sound, "SoundingVideoTokens", lambda *given: given)
+    config: Any = SimpleNamespace(model_type="m", vision_fields=fields)
+    options: Any = SimpleNamespace(sound=asked)
+
+    def made() -> Any:
+        return video_sound.sounding_video_tokens(config, (), None, options, None)  # type: ignore[arg-type]
+
+    assert made() == (("frames", "sound", "marks", 25, chunk) if asked else "frames")
+    monkeypatch.setattr(video_sound, "positions_per_second", lambda config: None)
+    if asked:
+        with pytest.raises(
+            UsageError, match="use_audio_in_video: a m model takes no sound between the frames"
+        ):
+            made()

@@ -192,6 +192,23 @@ def test_a_step_without_targets_updates_nothing() -> None:
     assert (overflowed.updated, overflowed.grad_norm, overflowed.had_targets) == (False, None, True)
 
 
+@pytest.mark.parametrize(
+    ("count", "shown"), [(-1.0, "-1"), (float("inf"), "inf"), (float("nan"), "nan"), (0.25, None)]
+)
+def test_a_count_below_zero_or_without_bounds_is_an_error(count: float, shown: str | None) -> None:
+    steps: list[Any] = []
+    made: Any = SimpleNamespace(
+        _loss_count=torch.tensor(count),
+        optimizer=SimpleNamespace(step=lambda: steps.append(1) or (True, None, None)),
+    )
+    if shown is None:
+        assert Engine.optimizer_step(made).updated and steps == [1]
+        return
+    with pytest.raises(McaError, match=f"compute_loss returned counts with the sum {shown} over the global"):
+        Engine.optimizer_step(made)
+    assert not steps
+
+
 def test_learning_rates_of_a_run_may_change_later_and_nothing_else(tmp_path: Path) -> None:
     first = arguments(tmp_path, learning_rate=1e-3, min_lr=1e-5)
     group = {"max_lr": 1e-3, "min_lr": 1e-5}
@@ -299,8 +316,9 @@ def test_an_engine_whose_model_another_has_wrapped_cannot_go_on(monkeypatch: pyt
         Engine.require_active_engine(made)
 
 
+@pytest.mark.parametrize("name", ["sgd", None])
 def test_an_engine_takes_its_settings_and_trains_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notes: list[Any] = []
     model: Any = torch.nn.Linear(1, 1)
@@ -317,11 +335,19 @@ def test_an_engine_takes_its_settings_and_trains_at_once(
     monkeypatch.setattr(
         engine, "build_optimizer", lambda chunks, args, dtype: notes.append((chunks, dtype)) or "optimizer"
     )
-    args = arguments(tmp_path)
+    args = arguments(tmp_path, optimizer=name)
     with warnings.catch_warnings():
         made = Engine([model], args, "loss", wants_logits=True, num_items="items")  # type: ignore[arg-type]
     assert notes == [(made.chunks, torch.bfloat16), "callbacks"]
-    assert made.chunks[0].training and made.optimizer == "optimizer" and made.optimizer_name == "adam"
+    assert made.chunks[0].training and made.optimizer == "optimizer"
+    assert made.optimizer_name == (name or "adam")
     assert made._needs_global_load and made._num_items == "items" and made._loss_count is None
     assert made._trained == [True, True] and made.assumed_counts == []
     assert made._fixed_arguments == engine._fixed_arguments(args)
+
+
+def test_weights_that_changed_go_to_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    reloaded: list[Any] = []
+    monkeypatch.setattr(engine, "reload_main_params", reloaded.append)
+    Engine.reload_main_params(SimpleNamespace(optimizer="optimizer"))  # type: ignore[arg-type]
+    assert reloaded == ["optimizer"]

@@ -123,6 +123,15 @@ def test_a_loaded_state_goes_back_to_host_and_device(hybrid: Hybrid, distributed
     assert hybrid.synced == 1 and own.optimizer is hybrid
 
 
+def test_a_hybrid_that_took_no_step_is_an_adam_of_zeros_without_one(hybrid: Hybrid) -> None:
+    own: Any = single(hybrid)
+    with offload.as_adam(own, loading=False):
+        plain = own.optimizer
+        assert all("step" not in group for group in plain.param_groups)
+        assert not any(value.any() for state in plain.state.values() for value in state.values())
+        assert [value.dtype for value in plain.state[hybrid.params[0]].values()] == [torch.float32] * 2
+
+
 def test_a_failed_load_leaves_the_hybrid_as_it_was(hybrid: Hybrid) -> None:
     own: Any = single(hybrid)
     with pytest.raises(KeyError), offload.as_adam(own, loading=True):

@@ -74,11 +74,18 @@ def test_heads_are_split_for_muon_alone(name: str, split: bool, monkeypatch: pyt
     monkeypatch.setattr(upstream, "get_megatron_optimizer", lambda *arguments, **overrides: SimpleNamespace())
     monkeypatch.setattr(optimizer, "optimizer_settings", lambda args, dtype: {})
     monkeypatch.setattr(optimizer, "param_group_overrides", lambda args, config: {})
-    monkeypatch.setattr(optimizer, "rebuild_hybrids", lambda built: None)
+    repaired: list[Any] = []
+    for repair in ("_drop_stub_optimizers", "_share_loss_scale", "rebuild_hybrids"):
+        monkeypatch.setattr(optimizer, repair, lambda built, repair=repair: repaired.append((repair, built)))
     chunk: Any = torch.nn.ModuleList([Attention(8, 2, 2)])
     args: Any = SimpleNamespace(optimizer=name)
-    optimizer.build_optimizer([chunk], args, torch.float32)
+    built = optimizer.build_optimizer([chunk], args, torch.float32)
     assert hasattr(chunk[0].linear_qkv.weight, "is_qkv") is split
+    assert repaired == [
+        ("_drop_stub_optimizers", built),
+        ("_share_loss_scale", built),
+        ("rebuild_hybrids", built),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -147,15 +154,19 @@ def test_gradients_are_summed_in_fp32_unless_told(
     import megatron.core.distributed as upstream
 
     wrapped: list[Any] = []
-    monkeypatch.setattr(
-        upstream,
-        "DistributedDataParallel",
-        lambda config, ddp_config, chunk, **options: wrapped.append((ddp_config, options)) or chunk,
-    )
-    for name in ("unwrap", "register_wrapper"):
-        monkeypatch.setattr(engine, name, lambda *_: None)
-    monkeypatch.setattr(engine, "defer_vision_grad_sync", lambda wrapper, chunk: deferred.append(chunk))
+
+    def wrap(config: Any, ddp_config: Any, chunk: Any, **options: Any) -> Any:
+        assert config == chunk.config and registered == []
+        wrapped.append((ddp_config, options))
+        return f"wrapped {chunk.config}"
+
+    unwrapped: list[Any] = []
+    registered: list[Any] = []
     deferred: list[Any] = []
+    monkeypatch.setattr(upstream, "DistributedDataParallel", wrap)
+    monkeypatch.setattr(engine, "unwrap", unwrapped.append)
+    monkeypatch.setattr(engine, "register_wrapper", lambda *both: registered.append(both))
+    monkeypatch.setattr(engine, "defer_vision_grad_sync", lambda *both: deferred.append(both))
     given_args = {} if given is None else {"accumulate_allreduce_grads_in_fp32": given}
     for overlapped in (False, True):
         args = TrainingArguments(
@@ -165,8 +176,12 @@ def test_gradients_are_summed_in_fp32_unless_told(
             overlap_grad_reduce=overlapped,
             **given_args,
         )
-        chunks: Any = [SimpleNamespace(config=None), SimpleNamespace(config=None)]
-        assert engine.Engine._wrap(SimpleNamespace(_args=args), chunks) == chunks  # type: ignore[arg-type]
-        assert deferred == (chunks if overlapped else [])
+        chunks: Any = [SimpleNamespace(config=0), SimpleNamespace(config=1)]
+        found = engine.Engine._wrap(SimpleNamespace(_args=args), chunks)  # type: ignore[arg-type]
+        assert found == ["wrapped 0", "wrapped 1"] and unwrapped.pop() is chunks
+        assert registered == [*zip(chunks, found, strict=True)]
+        assert deferred == ([*zip(found, chunks, strict=True)] if overlapped else [])
+        registered.clear()
     assert {ddp_config.grad_reduce_in_fp32 for ddp_config, _ in wrapped} == {in_fp32}
     assert [ddp_config.overlap_grad_reduce for ddp_config, _ in wrapped] == [False, False, True, True]
+    assert [options["disable_bucketing"] for _, options in wrapped] == [False, True] * 2

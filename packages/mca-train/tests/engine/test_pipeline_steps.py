@@ -205,6 +205,31 @@ def test_the_schedule_runs_all_micro_batches_once_for_each_chunk(
     assert calls[1]["forward_step_func"].keywords["loss"] == "own"
 
 
+def test_a_pipeline_installs_losses_once_for_each_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed: list[Any] = []
+    monkeypatch.setattr(pipeline.moe_aux, "install_aux_losses", installed.append)
+    monkeypatch.setattr(pipeline.mtp, "install_mtp_loss", installed.append)
+    shared, own = SimpleNamespace(), SimpleNamespace()
+    chunks: Any = [SimpleNamespace(config=config) for config in (shared, shared, own)]
+    made = Pipeline(chunks, token_sum, wants_logits=True)
+    assert made.configs == [shared, own] and shared.calculate_per_token_loss and own.calculate_per_token_loss
+    assert installed == [chunks, chunks] and made.models == chunks
+    assert made._wants_logits and not Pipeline(chunks, token_sum)._wants_logits
+    asked: list[Any] = []
+    monkeypatch.setattr(
+        pipeline, "length_dependent_ropes", lambda model: asked.append(model) or (len(asked),)
+    )
+    for _ in range(2):
+        assert [made._length_dependent_ropes(each) for each in chunks] == [(1,), (2,), (3,)]
+    assert asked == chunks
+    seen: list[Any] = []
+    monkeypatch.setattr(
+        Pipeline, "run", lambda self, batch, **options: seen.append((batch, options, torch.is_grad_enabled()))
+    )
+    made.evaluate("step")  # type: ignore[arg-type]
+    assert seen == [("step", {"forward_only": True}, False)]
+
+
 def test_dropout_is_off_while_parameters_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline, "gathered_params", lambda models: nullcontext())
     chunks = [torch.nn.Linear(1, 1), torch.nn.Linear(1, 1).eval()]
@@ -230,7 +255,8 @@ def wrapper(*, overlaps: bool, notes: list[str]) -> Any:
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
-def test_the_older_wrapper_of_a_chunk_is_disabled(overlaps: bool) -> None:
+def test_the_older_wrapper_of_a_chunk_is_disabled(overlaps: bool, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     calls: list[str] = []
     chunk, other = Model(), Model()
     for each in (chunk, other):
@@ -242,7 +268,10 @@ def test_the_older_wrapper_of_a_chunk_is_disabled(overlaps: bool) -> None:
         assert calls == ["disable"] * overlaps
     assert calls == ["disable", "enable"] * overlaps
     calls.clear()
+    ddp_wrappers.unwrap([other])
+    assert not caplog.messages
     ddp_wrappers.unwrap([other, chunk])
+    assert caplog.messages == ["another trainer has trained this model; its optimizer state is discarded"]
     assert calls == ["disable"] * overlaps
     assert (wrapped.param_to_bucket_group, wrapped.grad_accs) == ({}, [])
     assert {*vars(chunk.config).values()} == {None} and {*vars(other.config).values()} == {"call"}

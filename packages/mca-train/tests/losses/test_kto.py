@@ -11,7 +11,9 @@ from mca_train.losses.kto import KtoLoss, divergence, model_problems
 from mca_train.losses.preference import PreferenceLoss
 
 
-@pytest.mark.parametrize(("gains", "kl"), [((3.0, 2.0), 1.5), ((-3.0, 2.0), 0.0), ((0.0, 0.0), 0.0)])
+@pytest.mark.parametrize(
+    ("gains", "kl"), [((3.0, 2.0), 1.5), ((3.0, 1.0), 3.0), ((-3.0, 2.0), 0.0), ((0.0, 0.0), 0.0)]
+)
 def test_the_divergence_is_a_mean_of_at_least_zero(gains: tuple[float, float], kl: float) -> None:
     assert float(divergence(torch.tensor(gains, dtype=torch.float64))) == kl
 

@@ -7,7 +7,7 @@ from mca_models.megatron import platform
 from mca_train.losses.label_smoothing import target_over_mean
 
 
-@pytest.mark.parametrize("vocab_size", [5, 6, 8])
+@pytest.mark.parametrize("vocab_size", [4, 5, 6, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_targets_logit_exceeds_the_mean_of_all(
     vocab_size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -18,7 +18,7 @@ def test_the_targets_logit_exceeds_the_mean_of_all(
     monkeypatch.setattr(tensor_parallel, "reduce_from_tensor_model_parallel_region", lambda share: share)
     torch.manual_seed(1)
     logits = (torch.randn(3, 2, 8) * 4).to(dtype).requires_grad_()
-    labels = torch.tensor([[0, 4], [3, 2], [vocab_size - 1, 1]])
+    labels = torch.tensor([[0, vocab_size - 1], [3, 2], [vocab_size - 1, 1]])
     shares = []
     for rank in range(2):
         monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda rank=rank: rank)

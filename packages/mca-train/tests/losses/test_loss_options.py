@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from mca_config.errors import McaError
-from mca_train.losses import kto, options
-from mca_train.losses.options import REFUSED, KtoOptions, PreferenceOptions
+from mca_train.losses import options
+from mca_train.losses.options import REFUSED
+from mca_train.losses.preference_options import KtoOptions, PreferenceOptions
 
 
 def test_the_defaults_are_those_of_trl() -> None:
@@ -38,6 +39,7 @@ def test_the_defaults_are_those_of_trl() -> None:
             "rpo_alpha: dpo_loss orpo has the chosen answer's cross entropy",
         ),
         ({"rpo_alpha": -0.5}, "rpo_alpha is -0.5; expected 0 or more"),
+        ({"rpo_alpha": 0.0}, None),
         ({"label_smoothing": 0.1}, None),
         ({"kind": "robust", "label_smoothing": 0.1}, None),
         ({"kind": "robust"}, None),
@@ -65,6 +67,7 @@ def test_options_of_one_loss_are_refused_for_others(given: dict[str, Any], error
 def test_a_weight_below_zero_is_named_with_its_value(name: str) -> None:
     with pytest.raises(McaError, match=f"^{name} is -0.25; expected 0 or more$"):
         KtoOptions(**{name: -0.25})
+    assert getattr(KtoOptions(**{name: 0.0}), name) == 0.0
 
 
 SMOOTHED, CHUNKED, OVERLAPPED = "label_smoothing_factor", "loss_chunk_size", "overlap_param_gather"
@@ -91,4 +94,4 @@ def test_each_excluded_argument_is_one_problem_that_names_it(check: Any, exclude
 
 @pytest.mark.parametrize(("samples", "refused"), [(1, True), (2, False), (3, False)])
 def test_a_step_of_kto_has_two_samples(samples: int, refused: bool) -> None:
-    assert bool(list(kto.step_problems(samples))) is refused
+    assert bool(list(options.kto_step_problems(samples))) is refused

@@ -260,32 +260,41 @@ def test_mtp_layers_run_in_training_and_have_a_loss_with_gradients(
 ) -> None:
     """The schedule's last stage splits what an earlier one has computed, in evaluation too."""
     calls: list[str] = []
-    states = torch.arange(6.0).view(3, 2)
-    monkeypatch.setattr(mtp, "_run_layers", lambda model, own, rest: calls.append("run") or states)
+    states = torch.arange(12.0).view(12, 1)
 
-    def add(model: Any, own: Any, further: Any, labels: Any, rest: Any) -> Any:
+    def run(model: Any, given: Any, rest: Any) -> Any:
+        assert model is chunk and given is own and rest["other"] == 1
+        calls.append("run")
+        return states
+
+    monkeypatch.setattr(mtp, "_run_layers", run)
+
+    def add(model: Any, first: Any, further: Any, labels: Any, rest: Any) -> Any:
         calls.append("loss")
-        assert [each.tolist() for each in (own, *further)] == [
-            [[0, 1]],
-            [[2, 3]],
-            [[4, 5]],
-        ] and labels == "labels"
-        return own
+        assert model is chunk and labels == "labels" and rest["other"] == 1
+        assert [each.flatten().tolist() for each in (first, *further)] == [
+            [0, 1, 2, 3],
+            [4, 5, 6, 7],
+            [8, 9, 10, 11],
+        ]
+        return first
 
     monkeypatch.setattr(mtp, "_add_losses", add)
     chunk = Last(2).train(training)
-    own = states[:1] if is_here else states
+    own = states[:4] if is_here else states
     with torch.set_grad_enabled(gradients):
         found = mtp._postprocess(
             chunk, chunk._postprocess, hidden_states=own, labels="labels", mtp_in_postprocess=is_here, other=1
         )
     assert found == "output" and calls == ["run"] * runs + ["loss"] * loses  # type: ignore[comparison-overlap]
     given = chunk.given
-    assert given["hidden_states"].tolist() == [[0, 1]] and given["labels"] == "labels"
+    assert given["hidden_states"].flatten().tolist() == [0, 1, 2, 3] and given["labels"] == "labels"
     assert (given["mtp_in_postprocess"], given["other"], given["layers"]) == (False, 1, None)
     assert chunk.config.mtp_num_layers == 2
     calls.clear()
-    mtp._postprocess(chunk, chunk._postprocess, hidden_states=own, labels=None, mtp_in_postprocess=is_here)
+    mtp._postprocess(
+        chunk, chunk._postprocess, hidden_states=own, labels=None, mtp_in_postprocess=is_here, other=1
+    )
     assert "loss" not in calls
 
 
@@ -334,7 +343,12 @@ def test_smoothed_labels_are_torchs_without_the_padding_of_the_vocabulary(
     for rank, own in enumerate(logits.chunk(ranks, -1)):
         monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda rank=rank: rank)
         shares += label_smoothing.target_over_mean(own, labels.T, 7)
-    monkeypatch.setattr(label_smoothing, "target_over_mean", lambda logits, labels, words: shares)
+
+    def whole(given: torch.Tensor, targets: torch.Tensor, words: int) -> torch.Tensor:
+        assert given is logits and torch.equal(targets, labels.T) and words == 7
+        return shares
+
+    monkeypatch.setattr(label_smoothing, "target_over_mean", whole)
     chunk: Any = Output()
     label_smoothing.smooth_labels([chunk], 0.25, 7)
     found = chunk.compute_language_model_loss(labels, logits)

@@ -79,6 +79,21 @@ def test_tokens_are_distributed_evenly_without_padding(segments: list[int], trai
     assert sent.flatten().tolist() == [False, True, alone, False]
 
 
+def test_padding_alone_is_distributed_as_it_is() -> None:
+    """Megatron's function divides by the number of tokens."""
+    calls: list[int] = []
+
+    def plain(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append(len(logits))
+        return logits, logits > 0
+
+    balance = SimpleNamespace(segments=torch.full((2,), -1))
+    router = SimpleNamespace(mca_aux_loss=balance, training=True)
+    logits = torch.tensor([[1.0], [-1.0]])
+    weights, sent = moe_aux._sinkhorn(router, plain, logits)
+    assert weights is logits and sent.flatten().tolist() == [True, False] and calls == [2]
+
+
 def test_layers_are_not_walked_where_none_looks_further_ahead() -> None:
     """In each micro-batch: a chunk may have thousands of experts."""
     config = SimpleNamespace(num_moe_experts=8, mtp_num_layers=None, sequence_parallel=False)
@@ -90,7 +105,7 @@ def test_layers_are_not_walked_where_none_looks_further_ahead() -> None:
 def router(segments: list[int], **more: Any) -> Any:
     """Three experts, of which a token has two; losses are averaged over ten tokens."""
     state = moe_aux.AuxLossState(0, capacity=None)
-    state.tokens, state.items_per_token, state.num_segments = 10.0, 0.5, 3
+    state.tokens, state.items_per_token, state.num_segments = 10.0, 0.5, 4
     state.segments = torch.tensor(segments)
     settings: dict[str, Any] = {"moe_z_loss_coeff": 0.1} | more
     return SimpleNamespace(
@@ -118,7 +133,7 @@ def test_a_balancing_loss_is_one_where_experts_have_equal_loads() -> None:
 
 def test_hugging_faces_balancing_loss_takes_the_softmax_without_padding() -> None:
     each = router([0, -1], **{moe_aux.HF_AUX_LOSS: True})
-    each.mca_aux_loss.logits = torch.tensor([[1.0, 2.0, 4.0], [9.0, 9.0, 9.0]])
+    each.mca_aux_loss.logits = torch.tensor([[1.0, 2.0, 4.0], [9.0, 9.0, 9.0]], dtype=torch.bfloat16)
     found = moe_aux._balance(each, torch.full((2, 3), 7.0), torch.tensor([6, 2, 4]))
     expected = torch.tensor([1.0, 2.0, 4.0]).softmax(0) @ torch.tensor([1.5, 0.5, 1.0])
     assert float(found) == pytest.approx(float(expected), rel=1e-6)
@@ -165,6 +180,11 @@ def test_a_router_gets_the_padding_and_counts_its_load() -> None:
     assert each.mca_aux_loss.load.tolist() == [1, 2, 1]
     moe_aux._route(each, plain, logits)
     assert each.mca_aux_loss.load.tolist() == [3, 4, 3] and seen[-1][1] is None
+    each.mca_aux_loss.capacity, each.mca_aux_loss.counting = 0.0, False
+    each.config.moe_token_drop_policy, each.config.moe_pad_expert_input_to_capacity = "probs", False
+    some = torch.tensor([[True, True, False]] * 3)
+    weights, kept = moe_aux._route(each, lambda *_: (some.float(), some), logits)
+    assert kept.shape == (3, 3) and not kept.any() and not weights.any(), "no expert takes a token"
 
 
 @pytest.mark.parametrize("capacity", [None, 0.0, 1.5])
@@ -203,3 +223,105 @@ def test_routers_get_their_losses_once_and_drop_tokens_themselves(
     first = made[0].mca_aux_loss
     moe_aux.install_aux_losses(chunks)
     assert made[0].mca_aux_loss is first and prepared == ["with"]
+    made[:] = [SimpleNamespace(config=config, routing="plain", sinkhorn_load_balancing="even", number=0)]
+    for _ in range(2):
+        moe_aux.install_aux_losses(chunks)
+    assert prepared == ["with", "with"], "one router is enough"
+
+
+KINDS: dict[str, tuple[Any, str, str]] = {
+    "aux_loss": (moe_aux._aux_loss, "load_balancing_loss", "tp and cp"),
+    "seq_aux_loss": (moe_aux._seq_aux_loss, "seq_load_balancing_loss", "tp and cp"),
+    "global_aux_loss": (moe_aux._global_aux_loss, "global_load_balancing_loss", "tp, dp and cp"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_balancing_loss_is_of_the_tokens_of_its_group(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two sequences of one token each and padding; another rank has the same tokens."""
+    platform.prepare()
+    loss, name, group = KINDS[kind]
+    summed: list[Any] = []
+    monkeypatch.setattr(
+        moe_aux.groups, "sum_over", lambda own, group: summed.append((own.tolist(), group)) or 2 * own
+    )
+    each = router([0, 1, -1], **{moe_aux.HF_AUX_LOSS: False})
+    each.tp_cp_group, each.tp_dp_cp_group = "tp and cp", "tp, dp and cp"
+    sent = torch.tensor([[1, 1, 0], [1, 0, 1], [0, 0, 0]], dtype=torch.bool)
+    scores = torch.tensor([[0.5, 0.25, 0.25], [0.125, 0.5, 0.375], [0.0, 0.0, 0.0]])
+    probs = torch.zeros(3, 3, requires_grad=True)
+    coefficients = {kind: 0.0}
+    each.get_aux_loss_coeff = coefficients.__getitem__
+    assert loss(each, probs, scores, sent) is probs and not summed and not each.mca_aux_loss.losses
+    coefficients[kind] = 0.5
+    found = loss(each, probs, scores, sent, with_padding_mask=True)
+    assert found is not probs and torch.equal(found, probs)
+    by_sequence = [[1, 1, 0], [1, 0, 1], [0, 0, 0], [0, 0, 0]]
+    assert summed == [(by_sequence if kind == "seq_aux_loss" else [2, 1, 1], group)]
+    if kind == "seq_aux_loss":
+        value = (0.5 + 0.25) * 1.5 + (0.125 + 0.375) * 1.5
+    else:
+        value = 0.625 * 1.5 + 0.75 * 0.75 + 0.625 * 0.75
+    assert {key: float(value) for key, value in each.mca_aux_loss.losses.items()} == {
+        name: pytest.approx(value / 10)
+    }
+    if kind == "global_aux_loss":
+        each.mca_aux_loss.load = torch.tensor([0.0, 4.0, 0.0])
+        loss(each, probs, scores, sent)
+        more = 0.75 * 3 * 4 / 4
+        assert (
+            float(each.mca_aux_loss.losses[name]) == pytest.approx((value + more) / 10) and len(summed) == 1
+        )
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_load_is_that_of_the_passes_on_all_ranks(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    both: list[Any] = [router([0]), router([0])]
+    for number, each in enumerate(both):
+        each.weight, each.tp_dp_cp_group = torch.zeros(1), f"group {number}"
+        each.mca_aux_loss.load = torch.ones(3)
+    monkeypatch.setattr(moe_aux, "routers", lambda chunks: iter(both))
+    monkeypatch.setattr(moe_aux.groups, "sum_over", lambda own, group: own * (2 if group == "group 0" else 3))
+
+    def forward() -> None:
+        assert not torch.is_grad_enabled() and all(each.mca_aux_loss.counting for each in both)
+        if fails:
+            raise KeyError
+        both[0].mca_aux_loss.load += torch.tensor([1.0, 2.0, 0.0])
+        both[1].mca_aux_loss.load += torch.tensor([0.0, 1.0, 1.0])
+
+    if fails:
+        with pytest.raises(KeyError):
+            moe_aux.count_expert_load([], forward)
+    else:
+        moe_aux.count_expert_load([], forward)
+        assert [each.mca_aux_loss.load.tolist() for each in both] == [[2, 4, 0], [0, 3, 3]]
+    assert not any(each.mca_aux_loss.counting for each in both)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("kept", [False, True])
+def test_counts_of_a_step_without_targets_are_dropped(
+    has_bias: bool, kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    each = SimpleNamespace(enable_expert_bias=has_bias, local_tokens_per_expert=torch.tensor([3.0, 5.0]))
+    monkeypatch.setattr(moe_aux, "routers", lambda chunks: [each])
+    moe_aux.mask_expert_counts([], torch.tensor(kept))
+    assert each.local_tokens_per_expert.tolist() == ([0, 0] if has_bias and not kept else [3, 5])
+    other: Any = SimpleNamespace(enable_expert_bias=False)
+    moe_aux._count_for_bias(other, SENT)
+
+
+def test_losses_outside_of_a_call_of_their_router_are_errors_of_ours() -> None:
+    each = router([0, 1], **{moe_aux.HF_AUX_LOSS: True})
+    with pytest.raises(RuntimeError, match="balancing loss outside of a router call"):
+        moe_aux._balance(each, torch.zeros(2, 3), torch.zeros(3))
+    each.mca_aux_loss.segments = None
+    with pytest.raises(RuntimeError, match="router loss outside of a router call"):
+        moe_aux._sequence_ids(each.mca_aux_loss)
+    logits = torch.zeros(2, 2)
+    each.mca_aux_loss.segments = torch.tensor([0, 1])
+    with torch.no_grad():
+        assert moe_aux._z_loss(each, logits) is logits

@@ -1,10 +1,12 @@
 """The two sums of a loss: of a trainer's own function, and of sequences that context ranks share."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from mca_config.errors import McaError
 from mca_train.losses import label_smoothing
 from mca_train.losses.token_loss import require_sums, sequence_loss
 
@@ -30,6 +32,17 @@ def test_a_view_is_copied_and_keeps_its_gradient() -> None:
     assert number == 1
     loss.backward()
     assert weight.grad is not None and weight.grad.tolist() == [5.0, 0.0]
+
+
+ONE = torch.tensor(1.0)
+
+
+@pytest.mark.parametrize(
+    "result", [ONE, (ONE,), (ONE, 3), (3, ONE), [ONE, ONE], (ONE, ONE, ONE), torch.ones(2), None]
+)
+def test_a_loss_is_two_tensors(result: Any) -> None:
+    with pytest.raises(McaError, match=r"^Own\.compute_loss returned .*; expected two tensors: the sum over"):
+        require_sums(result, "Own")
 
 
 def test_another_tensor_is_taken_as_it_is() -> None:

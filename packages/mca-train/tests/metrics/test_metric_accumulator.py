@@ -10,7 +10,7 @@ from transformers import Trainer
 from mca_config.errors import McaError
 from mca_train import groups
 from mca_train.metrics import metric_accumulator
-from mca_train.metrics.metric_accumulator import AuxLossMeter, MetricAccumulator
+from mca_train.metrics.metric_accumulator import AuxLossMeter, MetricAccumulator, SourceLosses
 from mca_train.trainer.hf_shims import name_missing_metric
 
 
@@ -114,3 +114,19 @@ def test_sums_of_many_values_are_kept_in_fp64(signals: MetricAccumulator) -> Non
     assert reported["least"] == reported["most"] == 2.0**30 + 1
     signals.add_extremes(torch.tensor([2.0**30 + 3], dtype=torch.float64), torch.ones(1))
     assert signals.flush()["most"] == 2.0**30 + 3
+
+
+def test_each_source_with_targets_has_the_mean_of_their_losses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last segment of a micro-batch is padding, which has no source."""
+    monkeypatch.setattr(metric_accumulator.groups, "sum_over_data", lambda rows: rows)
+    meter = SourceLosses(("a", "b", "c"), torch.device("cpu"))
+    segments, mask = torch.tensor([[0, 0, 1, 2]]), torch.tensor([[1.0, 0, 1, 0]])
+    for first, second in ((3.0, 5.0), (6.0, 8.0)):
+        losses = torch.tensor([[first, 9.0, second, 7.0]])
+        for sources in (torch.tensor([0, 1]), torch.tensor([0, 0]), None):
+            batch: Any = SimpleNamespace(sources=sources, segments=segments, loss_mask=mask)
+            meter.add_tokens(losses, batch)
+        meter.end_step()
+    assert meter.flush() == {"loss/a": (3 + 3 + 5 + 6 + 6 + 8) / 6, "loss/b": (5 + 8) / 2}
+    assert meter.flush() == {}
+    assert SourceLosses((), torch.device("cpu")).flush() == {}

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+from transformers import ProgressCallback
 
 from mca_train.metrics.step_lines import StepLines, duration, format_log_line
 
@@ -44,10 +45,61 @@ def test_an_evaluation_is_one_line_and_the_end_is_the_summary():
 
 @pytest.mark.parametrize(
     ("seconds", "reported"),
-    [(0.25, "0.2 s"), (42.4, "42 s"), (59.7, "1 min 00 s"), (200, "3 min 20 s"), (18180, "5 h 03 min")],
+    [
+        *((0.25, "0.2 s"), (9.94, "9.9 s"), (10.4, "10 s"), (42.4, "42 s"), (59.4, "59 s")),
+        *((59.7, "1 min 00 s"), (61, "1 min 01 s"), (200, "3 min 20 s"), (3599.4, "59 min 59 s")),
+        *((3599.6, "1 h 00 min"), (7199, "1 h 59 min"), (18180, "5 h 03 min")),
+    ],
 )
 def test_durations_are_as_people_say_them(seconds, reported):
     assert duration(seconds) == reported
+
+
+def test_a_line_has_the_utilization_and_the_slowest_rank():
+    logs = {"loss": 1.0, "mfu": 0.4567, "slowest_rank": 3, "slowest_rank_behind": 0.125, "step_time": 2.0}
+    assert (
+        format_log_line(logs, 3, 8) == "step 3/8  loss 1.0000  rank 3 is 0.12 s behind  MFU 45.7%  10 s left"
+    )
+    assert format_log_line({"epoch": 1.0}, 3, 8) is None, "nothing to show"
+    assert (
+        format_log_line({"eval_a": 2.0, "eval_b": "words", "test_runtime": 0.0}, 3, 8)
+        == "step 3/8  eval_a 2.0000"
+    )
+
+
+def test_a_bar_is_drawn_where_it_is_asked_for(monkeypatch):
+    """Lines are written above it while the run lasts."""
+    calls = []
+    for name in ("on_train_begin", "on_step_end", "on_prediction_step", "on_train_end"):
+
+        def note(self, *given, name=name, **more):
+            calls.append((name, *given, *sorted(more.items())))
+
+        monkeypatch.setattr(ProgressCallback, name, note)
+    state = SimpleNamespace(is_world_process_zero=False, global_step=0, max_steps=8)
+    for bar in (False, True):
+        lines = StepLines(bar=bar)
+        lines.on_train_begin("args", state, "control")
+        lines.on_step_end("args", state, "control")
+        lines.on_prediction_step("args", state, "control", "loader")
+        lines.on_train_end("args", state, "control")
+    given = ("args", state, "control")
+    assert calls == [
+        *((name, *given) for name in ("on_train_begin", "on_step_end", "on_step_end")),
+        ("on_prediction_step", *given, ("eval_dataloader", "loader")),
+        ("on_train_end", *given),
+    ]
+
+
+def test_lines_are_written_above_a_bar_or_at_once(monkeypatch):
+    written = []
+    stream = SimpleNamespace(write=written.append, flush=lambda: written.append("flush"))
+    monkeypatch.setattr("sys.stdout", stream)
+    lines = StepLines(bar=False)
+    lines._print("first")
+    lines.training_bar = SimpleNamespace(write=lambda line: written.append(("above", line)))
+    lines._print("second")
+    assert written == ["first\n", "flush", ("above", "second")]
 
 
 @pytest.mark.parametrize("bar", [False, True])

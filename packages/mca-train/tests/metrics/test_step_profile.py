@@ -39,6 +39,8 @@ def test_the_steps_that_are_asked_for_stand_in_the_trace(tmp_path, capsys):
     assert f"profile: {tmp_path}/profile/rank_00000.json.gz" in reported
     assert "aten::mm" in (tmp_path / "profile" / "rank_00000.txt").read_text()
     assert not list((tmp_path / "profile").glob(".*"))
+    run(StepProfile(1), tmp_path, 5)
+    assert sizes(tmp_path, 1) == [2, 3], "ranks share the folder"
 
 
 def test_a_resumed_run_counts_its_own_steps_and_a_short_one_writes_what_it_has(tmp_path):
@@ -51,7 +53,7 @@ def test_other_ranks_record_nothing(tmp_path, capsys):
     assert not (tmp_path / "profile").exists()
     run(StepProfile(3), tmp_path, 5, ranks=[0, 3])
     assert sizes(tmp_path, 3) == [2, 3]
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr().out == "", "the first rank alone prints its table"
 
 
 def test_a_run_that_is_too_short_is_reported(tmp_path, caplog):

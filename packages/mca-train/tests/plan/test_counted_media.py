@@ -92,6 +92,22 @@ def test_images_and_frames_of_minicpm_have_the_slices_of_the_processor(pixels: i
     assert (frames.patches, frames.count * frames.tokens) == (6 * found.patches, 6 * found.tokens)
 
 
+@pytest.mark.parametrize(
+    "options", [{"max_slice_nums": 4}, {"scale_resolution": 336, "max_slice_nums": 6}, {"slice_mode": False}]
+)
+@pytest.mark.parametrize("name", ["preprocessor_config.json", "processor_config.json"])
+def test_slices_of_minicpm_follow_the_processor_of_the_model(
+    options: dict[str, int], name: str, tmp_path: Path
+) -> None:
+    module, cls = "minicpmv4_6.image_processing_pil_minicpmv4_6", "MiniCPMV4_6ImageProcessorPil"
+    sizes = processed(module, cls, 1344, **options)["target_sizes"].tolist()
+    saved = {"image_processor_type": "MiniCPMV4_6ImageProcessor", **options}
+    nested = {"image_processor": saved} if name == "processor_config.json" else saved
+    (tmp_path / name).write_text(json.dumps(nested))
+    found, usual = (planned("minicpm-v-4.6", pixels=1344, folder=folder) for folder in (tmp_path, None))
+    assert found.tokens == sum(high * wide for high, wide in sizes) // 16 != usual.tokens
+
+
 FRAMES = 6
 
 

@@ -37,3 +37,18 @@ def test_queries_keys_and_values_on_a_tensor_rank(
     expected = [7 * query * 2, copied, *([7 * query * 2 * 2] if gated else [])]
     assert [line.bytes for line in lines[:-2]] == expected
     assert (lines[1].module == "core_attn") == (key < query)
+
+
+@pytest.mark.parametrize(
+    ("length", "window", "shape"),
+    [(600, 10, (512, 521)), (20, 10, (20, 20)), (600, 599, (512, 600)), (600, 600, None), (20, None, None)],
+)
+@pytest.mark.parametrize("kinds", [None, ("full_attention", "sliding_attention")])
+def test_a_block_of_queries_has_a_mask_of_the_keys_in_its_window(
+    length: int, window: int | None, shape: tuple[int, int] | None, kinds: Any
+) -> None:
+    config: Any = SimpleNamespace(attention=SimpleNamespace(window_size=window), layer_types=kinds)
+    sizes: Any = SimpleNamespace(length=length, width=2)
+    lines = local_layers._sliding_window_mask(config, sizes, 1)
+    assert [line.bytes for line in lines] == ([] if shape is None else [shape[0] * shape[1] * 2])
+    assert kinds is None or not local_layers._sliding_window_mask(config, sizes, 0)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mca_config import ParallelLayout, TrainingArguments
+from mca_config import TrainingArguments
 from mca_models.templates import config_from_hf
 from mca_models.templates.parts.mla import latent_sizes, saved_core
 from mca_train.plan import te_layers
@@ -162,25 +162,3 @@ def test_experts_padded_to_their_capacity_are_sent_as_much(tmp_path: Path) -> No
     plain, most = kept("qwen3-30b-a3b", tmp_path), kept("qwen3-30b-a3b", tmp_path, **padded)
     assert kept("qwen3-30b-a3b", tmp_path, **factor) == plain
     assert most - plain == pytest.approx(0.5 * 8 * 2 * (2048 + 3 * 768))
-
-
-@pytest.mark.parametrize("expert_tensor_ranks", [1, 2])
-def test_both_passes_of_experts_hold_moved_tokens_and_two_inputs(
-    expert_tensor_ranks: int, tmp_path: Path
-) -> None:
-    config = config_from_hf(json.loads((DATA / "configs" / "mixtral-8x22b.json").read_text()))
-    layout = ParallelLayout(tensor_model_parallel_size=2, expert_tensor_parallel_size=expert_tensor_ranks)
-    args = TrainingArguments(
-        output_dir=str(tmp_path),
-        bf16=True,
-        use_cpu=True,
-        report_to="none",
-        per_device_train_batch_size=1,
-        sequence_parallel=True,
-    )
-    sizes = Sizes.for_training(replace(config, layout=layout), args, TOKENS, on_gpu=True)
-    assert sizes.moe is not None
-    hidden, sent = 6144, sizes.dispatched()
-    moved = sent * hidden * 2 * (3 if expert_tensor_ranks == 1 else 6)
-    expected = moved + 2 * (TOKENS // 2) * hidden * 2
-    assert te_layers.running(config, sizes, 0) == (expected, expected)

@@ -25,7 +25,8 @@ from transformers.trainer_utils import SchedulerType
 
 from mca_config.errors import McaError
 from mca_train.cli import _fails_on_first_rank
-from mca_train.config import early_rules
+from mca_train.config import early_rules, packages
+from mca_train.config.early_arguments import early_arguments
 from mca_train.lr_schedule import schedule_problems
 from mca_train.plan.options import PlanOptions
 from mca_train.run.early_columns import read_columns
@@ -147,10 +148,19 @@ USAGES = (
     (["reward", "RUN"], "train_file: no column 'chosen' (columns: text)"),
     (["kto", "RUN"], "train_file: no column 'label' (columns: text); set label_column"),
     (["kto", "RUN", "--train_file", "pairs.jsonl"], "; mca-train dpo and reward read these pairs"),
+    (
+        ["kto", "RUN", "--nproc_per_node", "1", "--per_device_train_batch_size", "1"],
+        "a step has one sample; raise gradient_accumulation_steps",
+    ),
+    (
+        ["sft", "RUN", "--model_name_or_path", "half", "--check_for_nan_in_grad", "true"],
+        "check_for_nan_in_grad with fp16 needs loss_scale",
+    ),
     (["classify", "RUN", "--num_labels", "2"], "train_file: no column 'label' (columns: text)"),
     (["data", "sft", "RUN", "--train_file", "wrong.jsonl"], "train_file: columns body, title"),
     (["tokenize", "RUN", "--train_file", "wrong.jsonl"], "no column 'text' (columns: body, title)"),
     (["plan", "sft", "RUN", "--gpus", "2", "--device", "h100"], "--device h100: expected h100-80, h200"),
+    (["plan", "sft", "none.yaml", "--device", "h100"], "--device h100: expected h100-80, h200"),
     (["plan", "sft", "RUN", "--seq_lenth", "64"], "did you mean 'seq_length'?"),
     (
         ["plan", "sft", "RUN", "--model_name_or_path", "none"],
@@ -164,6 +174,41 @@ USAGES = (
     (["data", "sft", "RUN", "--train_file", "none.jsonl"], "file none.jsonl does not exist"),
     (["tokenize", "RUN", "--train_file", "none.jsonl"], "file none.jsonl does not exist"),
 )
+
+
+@pytest.mark.parametrize(
+    ("keys", "reported"),
+    [
+        (
+            {"fp8": "e4m3"},
+            ["fp8: needs Transformer Engine, which is not installed; install mca-models[te] on"],
+        ),
+        (
+            {"attention_backend": "flash", "transformer_impl": "transformer_engine"},
+            ["transformer_impl transformer_engine, attention_backend flash: needs Transformer Engine"],
+        ),
+        (
+            {"additional_configs": {"moe_router_fusion": True}},
+            ["moe_router_fusion: needs Transformer Engine"],
+        ),
+        ({"attention_backend": "local"}, []),
+        ({"transformer_impl": "local"}, []),
+    ],
+)
+@pytest.mark.parametrize("installed", [False, True])
+def test_options_of_transformer_engine_need_it(keys, reported, installed, monkeypatch, tmp_path):
+    monkeypatch.setattr(packages, "find_spec", lambda name: object() if installed else None)
+    args = early_arguments()(output_dir=str(tmp_path), **keys)
+    found = list(packages.engine_problems(args))
+    assert len(found) == len([] if installed else reported)
+    assert all(line.startswith(start) for line, start in zip(found, reported, strict=False))
+
+
+def test_muon_is_checked_before_heavy_imports(run, monkeypatch):
+    monkeypatch.setattr(packages, "version", lambda name: "0.16.1")
+    values, where = load_values(Path(run(optimizer="muon")), [])
+    with pytest.raises(McaError, match="optimizer muon needs megatron-core"):
+        check_run(TASKS["sft"], values, where)
 
 
 VISION = Path(__file__).parents[3] / "mca-models" / "tests" / "data" / "vision_configs"
@@ -183,6 +228,9 @@ def test_wrong_usage_is_reported_before_heavy_imports(run, tmp_path):
     table = pyarrow.table({"body": ["x"]})
     parquet.write_table(table, tmp_path / "wrong.parquet")
     _write_arrow(table, tmp_path / "wrong.arrow")
+    (tmp_path / "half").mkdir()
+    half = json.loads((tmp_path / "model" / "config.json").read_text()) | {"dtype": "float16"}
+    (tmp_path / "half" / "config.json").write_text(json.dumps(half))
     (tmp_path / "qwen-vl").mkdir()
     (tmp_path / "qwen-vl" / "config.json").write_text((VISION / "qwen2.5-vl-72b.json").read_text())
     commands = [[file if word == "RUN" else word for word in words] for words, _ in USAGES]

@@ -184,6 +184,24 @@ def test_a_reference_runs_with_its_own_output_and_routers(
 
 
 @pytest.mark.parametrize(
+    ("own", "trained", "replays"),
+    [("routers", "routers", True), ("routers", "others", False), (None, "routers", False), ("a", None, True)],
+)
+def test_a_reference_takes_the_experts_of_samples_if_it_has_the_same_routers(
+    own: Any, trained: Any, replays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reference.RoutedExperts, "from_config", lambda config: config)
+    monkeypatch.setattr(reference, "preserved_output", lambda *_: nullcontext())
+    monkeypatch.setattr(reference, "Pipeline", lambda chunks, keep: chunks)
+    monkeypatch.setattr(ReferenceModel, "_set_output", lambda each: None)
+    models: list[Any] = [SimpleNamespace(config=config, chunks=[config]) for config in (own, trained)]
+    made = ReferenceModel(models[0], 8, trained=models[1] if trained else None)
+    assert made._replays is replays and made._pipeline == [own]
+    assert made._adapted is None
+    assert ReferenceModel(models[0], 8, without_adapter=True)._adapted is models[0]
+
+
+@pytest.mark.parametrize(
     ("is_adapted", "precomputes", "checks"),
     [(True, True, True), (True, False, True), (False, True, False), (False, False, True)],
 )

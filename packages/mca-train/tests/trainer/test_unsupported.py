@@ -6,8 +6,9 @@ import pytest
 from mca_config import TrainingArguments
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
+from mca_train.config import packages
 from mca_train.trainer import rules
-from mca_train.trainer.rules import RULES, TrainerSetup, check, optimizer_problems, require_no_upload
+from mca_train.trainer.rules import RULES, TrainerSetup, check, require_no_upload
 from mca_train.trainer.trainer import McaTrainer
 
 
@@ -50,7 +51,7 @@ def test_what_is_not_followed_is_refused_all_at_once(arguments):
 def test_problems_of_several_rules_are_one_error(arguments, monkeypatch):
     """Without any one line of the table, its text is missing."""
     monkeypatch.setattr(
-        rules, "find_spec", lambda _: None
+        packages, "find_spec", lambda _: None
     )  # a new Megatron has Muon where its package is installed
     output = arguments.output_dir
     arguments = TrainingArguments(
@@ -150,6 +151,17 @@ def test_wandb_is_not_given_a_model_without_weights(value, monkeypatch):
         require_no_upload([WandbCallback()])
 
 
+@pytest.mark.parametrize("value", [True, False, None])
+def test_dvclive_is_not_given_a_model_without_weights(value):
+    other, callback = (type(name, (), {"_log_model": value}) for name in ("OtherCallback", "DVCLiveCallback"))
+    require_no_upload([other(), type("DVCLiveCallback", (), {})()])
+    if not value:
+        require_no_upload([callback()])
+        return
+    with pytest.raises(McaError, match="HF_DVCLIVE_LOG_MODEL: DVCLiveCallback would upload a model without"):
+        require_no_upload([other(), callback()])
+
+
 def test_a_misspelt_keyword_of_train_is_an_error():
     with pytest.raises(TypeError, match="resume_from_checkpont"):
         object.__new__(McaTrainer).train(resume_from_checkpont="runs/checkpoint-2")
@@ -186,24 +198,26 @@ def test_an_optimizer_that_cannot_be_built_here_is_refused_before_training(
 ):
     from mca_config import TrainingArguments
 
-    monkeypatch.setattr(rules, "find_spec", lambda _: None)
+    monkeypatch.setattr(packages, "find_spec", lambda _: None)
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **wish)
     with pytest.raises(McaError, match=reason):
         reject_unsupported(args, {})
 
 
 @pytest.mark.parametrize(
-    ("version", "refused"), [((0, 16, 1), True), ((0, 17, 1), True), ((0, 18, 2), True), ((0, 19, 0), False)]
+    ("version", "refused"), [("0.16.1", True), ("0.17.1", True), ("0.18.2rc1", True), ("0.19.0", False)]
 )
 def test_muon_needs_a_megatron_that_splits_each_layer_by_its_own_heads(
     version, refused, tmp_path, monkeypatch
 ):
     from mca_config import TrainingArguments
 
-    monkeypatch.setattr(rules, "find_spec", lambda _: object())
-    monkeypatch.setattr(rules.platform, "megatron_version", lambda: version)
+    monkeypatch.setattr(packages, "find_spec", lambda _: object())
+    monkeypatch.setattr(packages, "version", lambda _: version)
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, optimizer="muon")
-    assert ["needs megatron-core 0.19" in line for line in optimizer_problems(args)] == [True] * refused
+    assert ["needs megatron-core 0.19" in line for line in packages.optimizer_problems(args)] == [
+        True
+    ] * refused
 
 
 def test_offloading_is_a_precision_aware_optimizer(tmp_path):

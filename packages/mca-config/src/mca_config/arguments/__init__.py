@@ -5,7 +5,7 @@ Those of training are imported on first use: a conversion starts without them.
 
 from typing import TYPE_CHECKING
 
-from mca_config.arguments._constraints import transformer_engine_problems
+from mca_config.arguments._constraints import transformer_engine_options, transformer_engine_problems
 from mca_config.arguments.distributing import DistributingParallelArguments
 from mca_config.lazy_names import make_lazy_getattr
 
@@ -17,6 +17,7 @@ __all__ = [
     "DistributingParallelArguments",
     "MegatronArguments",
     "float16_problems",
+    "transformer_engine_options",
     "transformer_engine_problems",
 ]
 

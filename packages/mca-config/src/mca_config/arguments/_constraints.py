@@ -153,15 +153,20 @@ _TRANSFORMER_ENGINE_ONLY = (
 
 def transformer_engine_problems(settings: Values) -> list[str]:
     """Return messages about ``settings`` that only Transformer Engine's layers support."""
+    return [
+        f"{name} needs transformer_impl transformer_engine; change it or remove {name.split()[0]}"
+        for name in transformer_engine_options(settings)
+    ]
+
+
+def transformer_engine_options(settings: Values) -> list[str]:
+    """Return those of ``settings`` that only Transformer Engine's layers support, some with their value."""
     backend = settings.get("attention_backend")
     backend = getattr(backend, "name", backend)  # Megatron's enumeration, or the name of a member
     options = [name for name in _TRANSFORMER_ENGINE_ONLY if settings.get(name)]
     options += [f"attention_backend {backend}"] if backend in ("flash", "fused", "unfused") else []
     options += ["cross_entropy_fusion_impl te"] if settings.get("cross_entropy_fusion_impl") == "te" else []
-    return [
-        f"{name} needs transformer_impl transformer_engine; change it or remove {name.split()[0]}"
-        for name in options
-    ]
+    return options
 
 
 _AT_LEAST_ZERO = (

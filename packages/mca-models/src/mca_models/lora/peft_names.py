@@ -169,13 +169,16 @@ class _AdapterNames:
         return bool(self.weights) or any(map(self._adapter.targets, self._others))
 
     def kept(self, name: str) -> list[str]:
-        """Names for what ``name`` in a list means, without what is named by its weight; itself where it is right."""
+        """Names for what ``name`` in a list means, without what is named by its weight; itself where it is right.
+
+        A name of modules that cannot carry an adapter stays too: it is reported with the names that match nothing.
+        """
         mine = [each for each in self.modules if ends_with(each.module, [name])]
+        if not mine:
+            return [] if any(ends_with(each.module, [name]) for each in self.weights) else [name]
         if any(ends_with(other, [name]) and self._adapter.targets(other) for other in self._others):
             return list(self.ends(mine))
-        if mine or not any(ends_with(each.module, [name]) for each in self.weights):
-            return [name]
-        return []
+        return [name]
 
     def ends(self, targets: Sequence[Target], *more: Target) -> Mapping[str, list[Target]]:
         """The shortest ends of the names of ``targets`` with which neither those of others nor of ``more`` end."""

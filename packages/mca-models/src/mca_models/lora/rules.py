@@ -205,7 +205,7 @@ def _saved(config: McaModelConfig, adapter: AdapterConfig) -> Iterator[Param]:
         if any(found) and param.expert is not None:
             raise McaError(
                 f"modules_to_save: routed experts ({param.hf_names()[0]}) cannot be saved whole"
-                "; name them in target_parameters (lora_target_parameters)"
+                "; name them in target_parameters"
             )
         if any(found) and not all(found):
             raise McaError(
@@ -244,7 +244,7 @@ def _checked(config: McaModelConfig, adapter: AdapterConfig, rules: AdapterRules
         wanted = adapter.document.get("target_modules") or adapter.document.get("target_parameters")
         raise McaError(
             f"target_modules: {wanted} matches no linear of this {config.model_type} model"
-            "; name linears as Hugging Face does (q_proj, ...), or set all-linear (lora_target_modules)"
+            "; name linears as Hugging Face does (q_proj, ...), or set all-linear"
         )
     kinds = {pair.target.stacked for pair in rules.factors if pair.target.base.expert is not None}
     if len(kinds) > 1:

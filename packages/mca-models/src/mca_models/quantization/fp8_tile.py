@@ -13,6 +13,8 @@ from mca_models.weights.arrays import NumpyArray
 BLOCK = 128
 LARGEST = 448.0
 """The largest e4m3 number."""
+SMALLEST_SCALE = 2.0**-126
+"""The smallest normal fp32 number: with fewer bits in its scale the largest number would exceed 448, or be over 0."""
 WIDTH = 8 * BLOCK
 """Columns at a time: four bytes of 128 x 1024 elements, twice, are a core's second cache."""
 TILE_BYTES = BLOCK * WIDTH * (3 * 4 + 2)
@@ -54,6 +56,7 @@ class Fp8Tile:
         largest[:columns] = bits.reshape(shape).max(0)  # ordered as the numbers are, NaN last
         tops = largest.reshape(-1, BLOCK).max(1).view(np.float32)
         np.divide(tops, np.float32(LARGEST), out=scales)
+        np.maximum(scales, np.float32(SMALLEST_SCALE), out=scales)
         scales[tops == 0] = 1.0
         quotients = bits.view(np.float32)
         with np.errstate(invalid="ignore", over="ignore"):  # the scales show it

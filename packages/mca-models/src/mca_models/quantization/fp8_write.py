@@ -1,8 +1,9 @@
 """Blocks of fp8 with a scale each, made of weights: what published fp8 checkpoints of DeepSeek and Qwen hold.
 
 A block is 128 rows by 128 columns of a linear's weight; the last ones may be smaller. Its scale is its largest
-magnitude over 448, the largest e4m3 number, in fp32 (1 for a block of zeros), and its values are the weights divided by
-that, rounded to the nearest e4m3. `fp8_read` reads them. On devices `mca_models.megatron.state.fp8_export` does it.
+magnitude over 448, the largest e4m3 number, in fp32: 1 for a block of zeros, else at least the smallest normal number.
+Its values are the weights divided by that, rounded to the nearest e4m3. `fp8_read` reads them. On devices
+`mca_models.megatron.state.fp8_export` does it.
 """
 
 from itertools import product

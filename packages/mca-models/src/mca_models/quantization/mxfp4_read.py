@@ -100,7 +100,7 @@ class Mxfp4Tensor(LazyTensorBase):
 @cache
 def _pairs(dtype: str) -> NumpyArray:
     """Both numbers of a byte as one integer, at ``scale * 256 + byte``."""
-    exponents = np.arange(256, dtype=np.int32)[:, None, None] - 127
+    exponents = np.arange(256)[:, None, None] - 127
     with np.errstate(over="ignore"):
         values = np.ldexp(_PAIRS, exponents).astype(numpy_dtype(dtype))
     return values.reshape(256 * 256, 2).view(np.uint64 if dtype == "F32" else np.uint32)[:, 0]

@@ -143,7 +143,7 @@ def plan_gather(positions: NumpyArray, part: NumpyArray, starts: Sequence[int], 
     owners = np.searchsorted(starts, sources, "right") - 1
     moves: list[Move] = []
     for index, start in enumerate(starts):
-        mine = np.flatnonzero((owners == index) & ~padding)
+        mine = np.flatnonzero(owners == index)
         runs = np.stack([sources[mine] - start, targets[mine], lengths[mine]]) * block
         moves += (Move(index, *move) for move in strided_runs(runs))
     shape = (*part.shape[:-1], part.shape[-1] * block) if part.ndim else ()

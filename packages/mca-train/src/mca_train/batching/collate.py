@@ -353,7 +353,7 @@ def _count_row_tokens(batch: Mapping[str, Tensor], features: Sequence[Sample]) -
     mask = batch.get("attention_mask", torch.ones_like(ids))
     _require_right_padding(batch, mask)
     if "attention_mask" in batch:
-        return mask.sum(-1)
+        return mask.sum(1)
     samples = [torch.as_tensor(feature.get("input_ids", ())).long() for feature in features]
     lengths = [
         count_tokens(feature) if len(tokens) else 0 for feature, tokens in zip(features, samples, strict=True)
@@ -385,7 +385,9 @@ def _require_right_padding(batch: Mapping[str, Tensor], mask: Tensor) -> None:
 
 def _require_classes(values: Tensor | None, count: int) -> None:
     """Raise a `McaError` unless the first value of each sequence, if it has any, is one of ``count`` classes."""
-    classes = torch.zeros(0) if values is None else values[:, 0]
+    if values is None:
+        return
+    classes = values[:, 0]
     wrong = (classes < 0) | (classes >= count) | (classes != classes.floor())
     if bool(wrong.any()):
         raise McaError(

@@ -119,7 +119,6 @@ def _sharded(optimizer: MegatronOptimizer, chunks: list[Chunk], *, loading: bool
         "distrib_optim_sharding_type": "fully_reshardable",
         "singleton_local_shards": False,
         "chained_optim_avoid_prefix": True,
-        "distrib_optim_fully_reshardable_mem_efficient": False,
         "dp_cp_group": groups.data_group_with_context(),
     }
     model = {

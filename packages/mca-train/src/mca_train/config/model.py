@@ -2,13 +2,14 @@
 
 import math
 import os
+import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mca_config.arguments import MegatronArguments
-from mca_config.errors import McaError, UsageError, list_problems
-from mca_config.layout import ParallelLayout
+from mca_config.errors import McaError, UsageError, list_problems, raise_problems
+from mca_config.layout import ParallelLayout, RankGrid
 from mca_config.model.head import HeadKind
 from mca_config.model_config import McaModelConfig
 from mca_models.checkpoint.hf_directory import dequantized_config, named_config_errors, read_config
@@ -22,6 +23,7 @@ from mca_models.templates.parts.passthrough import without_passthrough
 from mca_train.config.arguments import LaunchArguments, LoraArguments
 
 if TYPE_CHECKING:
+    from mca_config.training import TrainingArguments
     from mca_models.lora import AdapterRules
 
 _PEFT_TASKS: dict[HeadKind, str] = {
@@ -113,6 +115,13 @@ def resolve_layout(arguments: MegatronArguments, config: McaModelConfig) -> Para
     return arguments.layout(config.layout)
 
 
+def samples_per_step(training: "TrainingArguments", layout: ParallelLayout, world_size: int) -> int:
+    """Return the number of samples of a training step on ``world_size`` ranks."""
+    replicas = RankGrid(layout, world_size).data_parallel_size
+    samples: int = training.per_device_train_batch_size * training.gradient_accumulation_steps
+    return samples * replicas
+
+
 def peft_task(config: McaModelConfig) -> str:
     """Return PEFT's task type of a model."""
     return _PEFT_TASKS[config.head.head_kind]
@@ -136,9 +145,18 @@ def make_adapter(
     if not lora.is_enabled:
         return None
     document = {**lora.config(peft_task(config))}
-    complete_peft_config(document, config, parts)
-    adapter = AdapterConfig.from_dict(document, "LoraConfig")
-    return adapter, rules_for_training(config, adapter)
+    try:
+        complete_peft_config(document, config, parts)
+        adapter = AdapterConfig.from_dict(document, "LoraConfig")
+        return adapter, rules_for_training(config, adapter)
+    except McaError as error:
+        raise_problems(map(_with_lora_keys, list_problems(error)), "LoRA adapter")
+        raise
+
+
+def _with_lora_keys(problem: str) -> str:
+    """Return ``problem`` with the run's keys instead of PEFT's names of them."""
+    return re.sub(r"\b(target_modules|target_parameters|modules_to_save)\b", r"lora_\1", problem)
 
 
 def adapter_problems(

@@ -94,7 +94,7 @@ def block_tokenizer(
             tags.check(row[column] or "", row.keys(), f"{key}, {place}: {column}")
         spoken = [(row[column], place) for row, place in zip(rows, places, strict=True) if row[column]]
         texts = [text for text, _ in spoken]
-        if max(map(len, texts), default=0) > LONG:
+        if any(len(text) > LONG for text in texts):
             ids = [encode_in_pieces(tokenizer, text) for text in texts]
         else:
             ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mca_train.losses import preference
-from mca_train.losses.options import KtoOptions
+from mca_train.losses.preference_options import KtoOptions
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -47,15 +47,6 @@ def model_problems(megatron: "TransformerConfig") -> Iterator[str]:
         yield "moe_token_dispatcher_type allgather needs samples of one length, which kto does not have; use alltoall"
     if megatron.moe_pad_expert_input_to_capacity:
         yield "moe_pad_expert_input_to_capacity needs samples of one length, which kto does not have; remove it"
-
-
-def step_problems(samples: int) -> Iterator[str]:
-    """Yield an error if a step has too few samples."""
-    if samples < 2:
-        yield (
-            "kto needs other samples in a step for the KL estimate, but a step has one sample; raise "
-            "gradient_accumulation_steps"
-        )
 
 
 def divergence(gains: Tensor) -> Tensor:

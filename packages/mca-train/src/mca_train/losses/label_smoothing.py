@@ -25,7 +25,7 @@ def smooth_labels(chunks: Iterable[Chunk], epsilon: float, vocab_size: int) -> N
     """
     for chunk in chunks:
         chunk.__dict__.pop("compute_language_model_loss", None)
-        if not epsilon or not getattr(chunk, "post_process", False):
+        if not epsilon or not chunk.post_process:
             continue
         if chunk.config.cross_entropy_loss_fusion and chunk.config.cross_entropy_fusion_impl == "te":
             raise McaError(

@@ -173,9 +173,7 @@ def _drop_over_capacity(router: Router, weights: Tensor, routing_map: Tensor) ->
     from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping
 
     real = _sequence_ids(router.mca_aux_loss) >= 0
-    counts = (real | ~real.any()).unsqueeze(
-        -1
-    )  # padding alone is routed: some kernels need at least one token
+    counts = (real | ~real.any())[:, None]  # padding alone is routed: some kernels need at least one token
     return apply_router_token_dropping(
         weights * counts,
         routing_map & counts,
@@ -192,7 +190,7 @@ def _sinkhorn(router: Router, plain: Upstream, logits: Tensor) -> Upstream:
     counted = _sequence_ids(router.mca_aux_loss) >= 0
     if not router.training or counted.all() or not counted.any():
         return weights, routing_map
-    counting = counted.nonzero().squeeze(-1)
+    counting = counted.nonzero().flatten()
     real_weights, real_map = plain(logits[counting])
     return weights.index_copy(0, counting, real_weights), routing_map.index_copy(0, counting, real_map)
 
@@ -276,7 +274,7 @@ def _softmax_scores(router: Router) -> Tensor:
     state: AuxLossState = router.mca_aux_loss
     if state.logits is None:
         raise RuntimeError("balancing loss outside of a router call")
-    counts = (_sequence_ids(state) >= 0).unsqueeze(-1)
+    counts = (_sequence_ids(state) >= 0)[:, None]
     return state.logits.softmax(-1, dtype=torch.float32) * counts
 
 
@@ -301,7 +299,7 @@ def _count_for_bias(router: Router, routing_map: Tensor, padding_mask: Tensor | 
     """
     if router.enable_expert_bias and torch.is_grad_enabled() and router.weight.requires_grad:
         with torch.no_grad():
-            counts = routing_map & (router.mca_aux_loss.segments >= 0).unsqueeze(-1)
+            counts = routing_map & (router.mca_aux_loss.segments >= 0)[:, None]
             router.local_tokens_per_expert += counts.sum(0)
 
 

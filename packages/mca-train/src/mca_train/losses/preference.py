@@ -36,7 +36,7 @@ from mca_train import groups
 from mca_train.batching.micro_batch import MicroBatch
 from mca_train.losses.dpo import REFERENCE_LOSSES, LogRatios
 from mca_train.losses.moe_aux import has_losses
-from mca_train.losses.options import PreferenceOptions
+from mca_train.losses.preference_options import PreferenceOptions
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig

@@ -37,8 +37,7 @@ def sequence_scores(output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
 
 def reward_loss(chosen: Tensor, rejected: Tensor, margin: Tensor | float, centering: float) -> Tensor:
     """Return the loss of each pair."""
-    loss = -functional.logsigmoid(chosen - rejected - margin)
-    return loss + centering * (chosen + rejected) ** 2 if centering else loss
+    return centering * (chosen + rejected) ** 2 - functional.logsigmoid(chosen - rejected - margin)
 
 
 def _single_label(scores: Tensor, values: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import isqrt
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from mca_config.errors import UsageError
@@ -18,6 +19,7 @@ from mca_models.templates import get_family
 from mca_models.templates.parts.layer_costs import SINGLE, SavedTensor
 from mca_models.templates.parts.llava import count_tiles
 from mca_train.plan.sizes import Sizes
+from mca_train.plan.slice_sizes import slice_sizes
 
 if TYPE_CHECKING:
     from mca_models.templates.trainable_parts import Part
@@ -430,6 +432,7 @@ def plan_images(
     takes: bool,
     count: int | None = None,
     pixels: int | None = None,
+    folder: Path | None = None,
 ) -> Images | None:
     """Return the images of each sequence in a plan.
 
@@ -440,6 +443,7 @@ def plan_images(
         takes: The task supports images.
         count: Requested number; None: one, if the model and the task support images and it fits.
         pixels: Requested side; None: `PIXELS`.
+        folder: Directory of the model, with the image processor that slices images; None: its defaults.
 
     Raises:
         UsageError: The requested images are not possible.
@@ -459,7 +463,7 @@ def plan_images(
         count=number,
         pixels=size,
         trained=trained,
-        extent=_extent(config, tower, size, number),
+        extent=_extent(config, tower, size, number, folder),
         has_image_count=_has_image_count(config),
     )
     if images.length > seq_length:
@@ -498,7 +502,9 @@ def _has_image_count(config: McaModelConfig) -> bool:
     return family is not None and family.tokens_together is not None
 
 
-def _extent(config: McaModelConfig, tower: VisionTower, pixels: int, count: int) -> Extent | None:
+def _extent(
+    config: McaModelConfig, tower: VisionTower, pixels: int, count: int, folder: Path | None = None
+) -> Extent | None:
     """Return tokens and tiles of each of ``count`` images in a sequence."""
     family = get_family(config.model_type).vision
     assert family is not None, "a tower belongs to a family with images"
@@ -508,32 +514,14 @@ def _extent(config: McaModelConfig, tower: VisionTower, pixels: int, count: int)
     if tower.score_keys and family.tokens_per_image is not None:
         return Extent(family.tokens_per_image(config))
     if tower.form == "loose_patches":
-        return _slices(config, tower, pixels)
+        assert family.tokens_of_size is not None, "it counts the features of a size"
+        sizes = slice_sizes(config, tower.patch, pixels, folder)
+        return Extent(sum(family.tokens_of_size(config, *each) for each in sizes), len(sizes), tuple(sizes))
     if tower.form != "joined_tiles" or family.tokens_of_size is None:
         return None
     if count > 1 and family.tokens_together is not None:
         return Extent(family.tokens_together(config))
     return Extent(family.tokens_of_size(config, pixels, pixels), count_tiles(config, pixels, pixels))
-
-
-def _slices(config: McaModelConfig, tower: VisionTower, pixels: int) -> Extent:
-    """Return the image and its slices that the processor of MiniCPM-V makes, by default of a checkpoint."""
-    from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import MiniCPMV4_6ImageProcessorPil
-
-    family = get_family(config.model_type).vision
-    assert family is not None and family.tokens_of_size is not None, "it counts the features of a size"
-    processor = MiniCPMV4_6ImageProcessorPil(patch_size=tower.patch)
-    size = (pixels, pixels)
-    options = {"scale_resolution": processor.scale_resolution, "patch_size": tower.patch}
-    options["downsample_mode"] = (config.vision_fields or {}).get("downsample_mode", "16x")
-    slices = processor.get_sliced_grid(size, processor.max_slice_nums, processor.scale_resolution)
-    high, wide = processor.find_best_resize(size, **options, allow_upscale=slices is None)
-    sizes = [(high // tower.patch, wide // tower.patch)]
-    if slices is not None:
-        rows, columns = slices
-        high, wide = processor.get_refine_size(size, slices, **options, allow_upscale=True)
-        sizes += [(high // rows // tower.patch, wide // columns // tower.patch)] * (rows * columns)
-    return Extent(sum(family.tokens_of_size(config, *size) for size in sizes), len(sizes), tuple(sizes))
 
 
 def plan_videos(

@@ -1,4 +1,4 @@
-"""Rules of a run about files and directories of this machine. They import no torch."""
+"""Rules of a run about files, directories and packages of this machine. They import no torch."""
 
 import contextlib
 import os
@@ -9,6 +9,7 @@ from pathlib import Path
 from mca_config.errors import McaError, raised_problems
 from mca_models.checkpoint.side_files import side_files
 from mca_train.checkpoint.output_files import require_free, require_usable, resolve
+from mca_train.config.packages import optimizer_problems
 from mca_train.config.run_config import Settings
 from mca_train.data.files import check_file
 from mca_train.data.sources import parse_sources
@@ -101,6 +102,11 @@ def tokenizer(task: Task, settings: Settings) -> Iterator[str]:
     return tokenizer_problems(settings.data)
 
 
+def packages(task: Task, settings: Settings) -> Iterator[str]:
+    """Report packages that the optimizer needs."""
+    return optimizer_problems(settings.training)
+
+
 FILE_RULES: tuple[Callable[[Task, Settings], Iterable[str]], ...] = (
     data_files,
     directories,
@@ -108,4 +114,5 @@ FILE_RULES: tuple[Callable[[Task, Settings], Iterable[str]], ...] = (
     start,
     model_side_files,
     tokenizer,
+    packages,
 )

@@ -169,7 +169,10 @@ def render(best: Best, batch: int, gpus: int, hardware: Hardware) -> str:
             *(f"     {line}" for line in yaml.safe_dump(one.changes, sort_keys=False).splitlines()),
             "",
         ]
-    lines.append("predicted from the efficiencies in plan/hardware.toml; use it to compare layouts")
+    lines += [
+        "predicted from the efficiencies in plan/hardware.toml, without the optimizer's copies to and from the host",
+        "(optimizer_cpu_offload); use it to compare layouts",
+    ]
     return "\n".join(lines) + "\n"
 
 

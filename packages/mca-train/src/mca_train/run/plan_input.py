@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mca_config.layout import ParallelLayout
@@ -55,7 +56,10 @@ def planned_media(
     videos_only = count is None and (videos or (videos is None and frames))  # videos without images
     images = None
     if not videos_only:
-        images = plan_images(run.model, trained, length, takes=takes, count=count, pixels=pixels)
+        folder = Path(settings.data.model_name_or_path)
+        images = plan_images(
+            run.model, trained, length, takes=takes, count=count, pixels=pixels, folder=folder
+        )
     room = length - (images.length if images else 0)
     video_plan = plan_videos(
         run.model,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from mca_config.arguments import float16_problems
 from mca_config.checks import check_layout
 from mca_config.errors import McaError, UsageError, list_problems, raise_problems
-from mca_config.layout import ParallelLayout, RankGrid
+from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig, training_dtype
 from mca_config.redaction import redacted
 from mca_models.megatron import platform
@@ -24,6 +24,7 @@ from mca_train.config.model import (
     local_world_size,
     model_config,
     resolve_layout,
+    samples_per_step,
     trained_model,
 )
 from mca_train.config.model_parts import part_problems, trained_parts
@@ -176,16 +177,6 @@ def backend(task: Task, settings: Settings) -> Iterator[str]:
         yield f"ddp_backend is {requested!r}; ranks of this machine communicate over {expected}; remove it"
 
 
-# This machine
-
-
-def packages(task: Task, settings: Settings) -> Iterator[str]:
-    """Report packages that the optimizer needs."""
-    from mca_train.trainer.rules import optimizer_problems
-
-    return optimizer_problems(settings.training)
-
-
 # The model
 
 
@@ -199,8 +190,6 @@ def architecture(run: Run, target: "Target | None") -> list[str]:
     except McaError as error:
         return list(list_problems(error))
     problems = float16_problems(args) if megatron.fp16 else []
-    samples = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    samples *= RankGrid(run.layout, run.world_size).data_parallel_size
     config = replace(config, layout=run.layout)
     new_head = config.head.num_labels is not None and run.stored.head.num_labels is None
     problems += (
@@ -212,7 +201,7 @@ def architecture(run: Run, target: "Target | None") -> list[str]:
     if not of_parts and config.vision is not None and run.settings.data.image_folder is not None:
         of_parts = [f"image_folder: {problem}" for problem in image_problems(config, run.layout, megatron)]
     problems += [*of_parts, *run.task.problems_in_megatron(run.settings, megatron)]
-    return [*problems, *run.task.problems_in_steps(samples)]
+    return [*problems, *run.task.problems_in_steps(samples_per_step(args, run.layout, run.world_size))]
 
 
 def reference(run: Run, target: "Target | None") -> Iterator[str]:
@@ -238,7 +227,7 @@ def vocabulary(run: Run, target: "Target | None") -> Iterator[str]:
 
 KEYS: tuple[Callable[[Task, Settings], Iterable[str]], ...] = (*KEY_RULES, schedule, backend)
 """Rules that no machine could follow, from the keys alone."""
-MACHINE: tuple[Callable[[Task, Settings], Iterable[str]], ...] = (*FILE_RULES, packages)
+MACHINE: tuple[Callable[[Task, Settings], Iterable[str]], ...] = FILE_RULES
 """Rules about files, directories and packages of this machine."""
 MODEL: tuple[Callable[[Run, "Target | None"], Iterable[str]], ...] = (
     architecture,

@@ -14,20 +14,28 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from mca_config import yaml_text
+from mca_config.arguments import float16_problems
 from mca_config.checks import check_layout
 from mca_config.errors import McaError, UsageError, list_problems, raise_problems
 from mca_config.fields import build
+from mca_config.model_config import training_dtype
 from mca_config.printable import suggestion
 from mca_config.redaction import redacted
 from mca_config.types import JsonObject, Values
 from mca_train.config.arguments import LaunchArguments, LoraArguments
 from mca_train.config.early_arguments import early_arguments
 from mca_train.config.early_rules import schedule_value_problems
-from mca_train.config.model import adapter_problems, model_config, resolve_layout, trained_model
+from mca_train.config.model import (
+    adapter_problems,
+    model_config,
+    resolve_layout,
+    samples_per_step,
+    trained_model,
+)
 from mca_train.config.model_parts import early_part_problems, trained_parts
+from mca_train.config.packages import engine_problems
 from mca_train.config.renamed_options import RENAMED
 from mca_train.config.run_config import Settings, has_hub_ids, with_directories
-from mca_train.plan.hardware import load_hardware
 from mca_train.plan.options import PlanOptions
 from mca_train.run.early_columns import column_problems
 from mca_train.run.file_rules import FILE_RULES, data_files, directories, start
@@ -212,7 +220,7 @@ def check_run(task: Task, values: Values, where: str, *, launched: bool = False)
     skipped = [*([directories] if has_hub_ids(values) else []), *([start] if launched else [])]
     problems += _model_problems(task, settings, ranks=ranks)
     problems += [problem for rule in FILE_RULES if rule not in skipped for problem in rule(task, settings)]
-    problems += column_problems(task, settings.data)
+    problems += [*column_problems(task, settings.data), *engine_problems(settings.training)]
     _raise(problems, where)
 
 
@@ -220,10 +228,8 @@ def plan_problems(task: Task | None, values: Values, where: str, options: PlanOp
     """Return the problems of a plan, which may name data that this machine does not have.
 
     Raises:
-        UsageError: Keys or values are wrong, or the device is unknown.
+        UsageError: Keys or values are wrong.
     """
-    if options.device is not None:
-        load_hardware(options.device, options.hardware)
     task, flags = task or infer_task(values), [flag.name for flag in fields(options)]
     settings = make_settings(task, {"output_dir": "plan", **values}, where, flags, early=True)
     problems = _key_problems(task, settings)
@@ -287,7 +293,7 @@ def _model_problems(
 def _layout_problems(
     task: Task, settings: Settings, options: PlanOptions | None = None, ranks: int | None = None
 ) -> Iterator[str]:
-    """Yield problems of reading the architecture, of dividing the model over the ranks, of its adapter and its parts.
+    """Yield problems of the architecture, of dividing the model over the ranks, of its adapter, parts and steps.
 
     A search sets the layout.
     """
@@ -303,6 +309,10 @@ def _layout_problems(
             config, parts = replace(model, layout=layout), trained_parts(settings.training, model)
             of_adapter = [*adapter_problems(settings.lora, config, parts, new_head=new_head)]
             yield from of_adapter or early_part_problems(settings.training, settings.lora, config)
+            if training_dtype(model, settings.training) == "float16":
+                yield from float16_problems(settings.training)
+            if ranks and not (options and options.search):
+                yield from task.problems_in_steps(samples_per_step(settings.training, layout, ranks))
     except McaError as error:
         yield from list_problems(error)
 

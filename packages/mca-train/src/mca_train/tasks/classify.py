@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, cast
 from mca_config.errors import McaError
 from mca_train.config.arguments import ClassifyArguments, DataArguments
 from mca_train.losses.options import SCORE_METRICS
-from mca_train.tasks.task import Example, RowContext, ScoreTask, data_format_problems
+from mca_train.tasks.task import Example, ScoreTask, data_format_problems
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from mca_train.config.run_config import Settings
     from mca_train.data.encoding import RowEncoder, RowNumbers
     from mca_train.data.image_rows import ImageRows
+    from mca_train.tasks.row_context import RowContext
     from mca_train.trainer.base import TrainerOptions
     from mca_train.trainer.scores import ClassificationTrainer
 
@@ -87,7 +88,7 @@ class Classify(ScoreTask):
 
         return text_encoder(names, tokenizer, cast("Labels", data), key)
 
-    def image_rows(self, names: Sequence[str], context: RowContext) -> "ImageRows":
+    def image_rows(self, names: Sequence[str], context: "RowContext") -> "ImageRows":
         """Return the reader of rows with messages, whose media they place, or with a text."""
         from mca_train.data.formats import detect_format
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 
 from mca_config.errors import McaError
 from mca_train.config.arguments import DataArguments, PairArguments
-from mca_train.losses.options import PAIR_METRICS, REFUSED, LossType, PreferenceOptions, pair_key_problems
+from mca_train.losses.options import PAIR_METRICS, REFUSED, LossType, pair_key_problems
 from mca_train.tasks.task import (
     AnswerTask,
     Example,
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from mca_train.data.encoding import RowEncoder
     from mca_train.data.file_rows import Row
     from mca_train.losses.preference import PreferenceLoss
+    from mca_train.losses.preference_options import PreferenceOptions
     from mca_train.trainer.base import TrainerOptions
     from mca_train.trainer.dpo import DpoTrainer
 
@@ -77,8 +78,10 @@ class DpoArguments(ReferenceArguments):
             if getattr(self, key):
                 raise McaError(f"{key}: dpo_loss {self.dpo_loss} has no reference; remove it")
 
-    def options(self) -> PreferenceOptions:
+    def options(self) -> "PreferenceOptions":
         """Return the options of the loss."""
+        from mca_train.losses.preference_options import PreferenceOptions
+
         return PreferenceOptions(
             kind=self.dpo_loss,
             beta=self.dpo_beta,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, cast
 
 from mca_config.errors import McaError
 from mca_train.config.arguments import ClassifyArguments, DataArguments
-from mca_train.losses.options import KtoOptions, kto_key_problems
+from mca_train.losses.options import kto_key_problems, kto_step_problems
 from mca_train.tasks.sft import Sft
 from mca_train.tasks.task import Example, ReferenceArguments, adapter_reference_problems
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from mca_train.config.run_config import Settings
     from mca_train.data.encoding import RowNumbers
     from mca_train.losses.kto import KtoLoss
+    from mca_train.losses.preference_options import KtoOptions
     from mca_train.trainer.base import TrainerOptions
     from mca_train.trainer.kto import KtoTrainer
 
@@ -35,7 +36,9 @@ class KtoArguments(ReferenceArguments):
     def __post_init__(self) -> None:
         self._options()
 
-    def _options(self) -> KtoOptions:
+    def _options(self) -> "KtoOptions":
+        from mca_train.losses.preference_options import KtoOptions
+
         return KtoOptions(
             beta=self.kto_beta,
             desirable_weight=self.desirable_weight,
@@ -105,9 +108,7 @@ class Kto(Sft):
 
     def problems_in_steps(self, samples: int) -> Iterator[str]:
         """Yield an error if a step has no other samples for the KL estimate."""
-        from mca_train.losses.kto import step_problems
-
-        return step_problems(samples)
+        return kto_step_problems(samples)
 
     def extra_forward_passes(self, settings: "Settings") -> int:
         """Return 3: the reference on the answers, both models on the mismatched answers."""

@@ -20,7 +20,8 @@ from mca_train.data.streams import open_rows
 from mca_train.data.token_cache import cache_key, file_digest, load_or_build
 from mca_train.data.tools import json_features
 from mca_train.data.urls import describe_files
-from mca_train.tasks.task import RowContext, Task
+from mca_train.tasks.row_context import RowContext
+from mca_train.tasks.task import Task
 
 if TYPE_CHECKING:
     import datasets

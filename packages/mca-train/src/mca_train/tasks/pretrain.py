@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from mca_train.config.arguments import VIDEO_KEYS, DataArguments
-from mca_train.tasks.task import Example, RowContext, Task, data_format_problems
+from mca_train.tasks.task import Example, Task, data_format_problems
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from mca_train.config.run_config import Settings
     from mca_train.data.file_rows import FileRows
     from mca_train.data.token_dataset import Sample, TokenDataset
+    from mca_train.tasks.row_context import RowContext
 
 
 class Pretrain(Task):
@@ -43,7 +44,7 @@ class Pretrain(Task):
 
         return indexed_blocks(prefix, data.seq_length, len(tokenizer), data.tokenized_cache)
 
-    def samples(self, rows: "datasets.Dataset", context: RowContext) -> "TokenDataset":
+    def samples(self, rows: "datasets.Dataset", context: "RowContext") -> "TokenDataset":
         """Return the tokenized samples, as `Task.samples`."""
         from mca_train.data.image_blocks import image_blocks
         from mca_train.data.image_rows import without_decoding
@@ -56,7 +57,7 @@ class Pretrain(Task):
         return pretrain_blocks(rows, context.tokenizer, data, key, context.vision)
 
     def stream(
-        self, rows: "FileRows", names: Sequence[str], context: RowContext
+        self, rows: "FileRows", names: Sequence[str], context: "RowContext"
     ) -> "IterableDataset[Sample]":
         """Return the streamed samples, as `Task.stream`."""
         from mca_train.data.encoding import block_tokenizer
@@ -71,7 +72,7 @@ class Pretrain(Task):
         return BlockStream(rows, tokenize, data.seq_length)
 
 
-def _has_images(context: RowContext, names: Sequence[str]) -> bool:
+def _has_images(context: "RowContext", names: Sequence[str]) -> bool:
     """Return True if rows with the columns ``names`` may have images or other media and the model has vision."""
     from mca_train.data.formats import media_columns
 

@@ -6,7 +6,7 @@ A kind is a subclass in a module of this package and one line of `table`. ``data
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from mca_config.errors import UsageError
@@ -23,44 +23,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from mca_config.model_config import McaModelConfig
-    from mca_config.types import Values
     from mca_models import VirtualModels
     from mca_models.templates.classification_head import Head
     from mca_train.config.run_config import Settings
     from mca_train.data.encoding import RowEncoder, RowNumbers
     from mca_train.data.file_rows import FileRows, Row
-    from mca_train.data.image_rows import ImageReader, ImageRows
+    from mca_train.data.image_rows import ImageRows
     from mca_train.data.preferences import PairDataset
     from mca_train.data.samples import AnswerRows
     from mca_train.data.token_dataset import Sample, TokenDataset
+    from mca_train.tasks.row_context import RowContext
     from mca_train.trainer.base import TrainerOptions
     from mca_train.trainer.trainer import McaTrainer
-
-
-@dataclass(frozen=True, kw_only=True)
-class RowContext:
-    """Tokenizer, arguments and image reader with which rows become samples.
-
-    Attributes:
-        tokenizer: The model's.
-        data: Columns, lengths and limits.
-        key: The argument that named the files, for errors.
-        images: Image reader of the model; None: no images.
-    """
-
-    tokenizer: "PreTrainedTokenizerBase"
-    data: DataArguments
-    key: str
-    images: "ImageReader | None" = None
-
-    @property
-    def vision(self) -> "Values | None":
-        """Return the vision part of the model's configuration; None: a text model."""
-        return None if self.images is None else self.images.config.vision_fields
-
-    def without_text_reader(self) -> "RowContext":
-        """Return the context without the image reader of a text model."""
-        return replace(self, images=None) if self.vision is None else self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,10 +118,10 @@ class Task(ABC):
         return None
 
     @abstractmethod
-    def samples(self, rows: "datasets.Dataset", context: RowContext) -> "TokenDataset | PairDataset":
+    def samples(self, rows: "datasets.Dataset", context: "RowContext") -> "TokenDataset | PairDataset":
         """Return the tokenized samples of ``rows``: those of the files, one file after another."""
 
-    def image_rows(self, names: Sequence[str], context: RowContext) -> "ImageRows":
+    def image_rows(self, names: Sequence[str], context: "RowContext") -> "ImageRows":
         """Return the reader of rows with the columns ``names``, some of which have images."""
         from mca_train.data.image_rows import ImageRows
 
@@ -157,7 +131,7 @@ class Task(ABC):
 
     @abstractmethod
     def stream(
-        self, rows: "FileRows", names: Sequence[str], context: RowContext
+        self, rows: "FileRows", names: Sequence[str], context: "RowContext"
     ) -> "IterableDataset[Sample]":
         """Return the same samples, made during iteration; ``names`` are the rows' columns."""
 
@@ -266,7 +240,7 @@ class AnswerTask(Task):
         """Return the function from a row to its sequences' values, such as a class; None: there are none."""
         return None
 
-    def samples(self, rows: "datasets.Dataset", context: RowContext) -> "TokenDataset | PairDataset":
+    def samples(self, rows: "datasets.Dataset", context: "RowContext") -> "TokenDataset | PairDataset":
         """Return the tokenized samples, as `Task.samples`."""
         from mca_train.data.formats import media_columns
         from mca_train.data.image_rows import without_decoding
@@ -283,7 +257,7 @@ class AnswerTask(Task):
         return PairDataset(sequences) if self.sides else sequences
 
     def stream(
-        self, rows: "FileRows", names: Sequence[str], context: RowContext
+        self, rows: "FileRows", names: Sequence[str], context: "RowContext"
     ) -> "IterableDataset[Sample]":
         """Return the streamed samples, as `Task.stream`."""
         from mca_train.data.streams import AnswerStream
@@ -292,7 +266,7 @@ class AnswerTask(Task):
         is_sure = self.surely_has_target(context.tokenizer, context.data)
         return AnswerStream(rows, answers, is_sure, sides=self.sides)
 
-    def _answer_rows(self, names: Sequence[str], context: RowContext) -> "AnswerRows":
+    def _answer_rows(self, names: Sequence[str], context: "RowContext") -> "AnswerRows":
         """Return the encoding of rows with the columns ``names``."""
         from mca_train.data.image_rows import reject_images
         from mca_train.data.samples import AnswerRows
@@ -345,7 +319,7 @@ class ScoreTask(AnswerTask):
 
     takes_images = True
 
-    def _answer_rows(self, names: Sequence[str], context: RowContext) -> "AnswerRows":
+    def _answer_rows(self, names: Sequence[str], context: "RowContext") -> "AnswerRows":
         """Return the encoding of rows; those of a text model are read by their columns alone."""
         return super()._answer_rows(names, context.without_text_reader())
 

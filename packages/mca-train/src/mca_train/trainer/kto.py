@@ -17,7 +17,8 @@ from mca_train.batching.kto_kl_pairs import KtoKlPairs
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.batching.step_stream import is_stream
 from mca_train.data.token_dataset import Samples
-from mca_train.losses.kto import KtoLoss, divergence, step_problems
+from mca_train.losses.kto import KtoLoss, divergence
+from mca_train.losses.options import kto_step_problems
 from mca_train.losses.preference import counted_sequences, sequence_logps
 from mca_train.losses.token_loss import sequence_loss
 from mca_train.trainer.base import TrainerOptions
@@ -102,7 +103,7 @@ class KtoTrainer(McaTrainer):
         args = self.args
         group = args.per_device_train_batch_size * args.gradient_accumulation_steps
         group *= self.ranks.data_parallel_size
-        for problem in step_problems(group):
+        for problem in kto_step_problems(group):
             raise McaError(problem)
         if len(dataset) < 2:
             raise McaError(

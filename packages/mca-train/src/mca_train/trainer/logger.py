@@ -6,6 +6,7 @@
 import contextlib
 from collections.abc import Iterator, Sequence
 from itertools import count
+from math import isclose
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
@@ -171,7 +172,7 @@ class Logger:
         """
         assumed, engine.assumed_counts = engine.assumed_counts, []
         for step, actual, expected in zip(count(last, -1), reversed(counts), reversed(assumed), strict=False):
-            if abs(actual - expected) > _ROUNDING * max(actual, expected):
+            if not isclose(actual, expected, rel_tol=_ROUNDING):
                 raise McaError(
                     f"step {step}: {type(self._hooks).__name__}.compute_loss returned the count {actual:g}, num_items "
                     f"{expected:g}, which weights the MoE and MTP losses; "

@@ -8,7 +8,6 @@ import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from transformers import TrainerCallback
@@ -23,6 +22,7 @@ from mca_models.megatron.factory.transformer_config import transformer_config
 from mca_models.megatron.peft import PeftModels
 from mca_train.batching.step_stream import require_steps
 from mca_train.checkpoint.model import require_format
+from mca_train.config.packages import optimizer_problems
 from mca_train.losses import kto, preference
 from mca_train.losses.options import kto_key_problems, pair_key_problems, score_key_problems
 from mca_train.lr_schedule import schedule_problems
@@ -258,27 +258,6 @@ def require_no_upload(callbacks: Iterable[TrainerCallback]) -> None:
             raise McaError(
                 f"{variable}: {type(callback).__name__} would upload a model without weights, which are sharded over "
                 "ranks; unset it, and upload output_dir after the run"
-            )
-
-
-def optimizer_problems(args: "TrainingArguments") -> Iterator[str]:
-    """Yield an error for each requirement of Megatron's optimizer that this installation lacks."""
-    precise = args.use_precision_aware_optimizer and not args.optimizer_cpu_offload
-    if precise and find_spec("transformer_engine") is None:
-        yield (
-            "use_precision_aware_optimizer needs Transformer Engine's Adam, which is not installed, or "
-            "optimizer_cpu_offload; remove it"
-        )
-    if args.optimizer == "muon":
-        if platform.megatron_version() < (0, 19):
-            yield (
-                "optimizer muon needs megatron-core 0.19 or later (earlier ones cannot build it, or split queries, "
-                "keys and values by other heads than the layer's) and Python 3.12; install them, or use adam or sgd"
-            )
-        elif find_spec("emerging_optimizers") is None:
-            yield (
-                "optimizer muon needs emerging-optimizers, which needs Python 3.12; install mca-train[muon] there, "
-                "or use adam or sgd"
             )
 
 

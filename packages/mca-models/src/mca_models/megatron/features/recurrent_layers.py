@@ -238,12 +238,11 @@ class CausalConvolution(torch.nn.Conv1d):
 
 def _sequences(x: Tensor, lengths: tuple[int, ...], group: ProcessGroup) -> list[Tensor]:
     """Return every full sequence ``[s, b, ...]``, gathered over the context ranks."""
-    rows = x if x.dim() == 3 else x.unsqueeze(1)
     if group.size() == 1:
-        return list(torch.split(rows, list(lengths)))
+        return list(torch.split(x, list(lengths)))
     from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
-    return restore_token_order(gather_from_sequence_parallel_region(rows, group=group), lengths, group.size())
+    return restore_token_order(gather_from_sequence_parallel_region(x, group=group), lengths, group.size())
 
 
 def _lengths(packed_seq_params: PackedSeqParams, rows: int) -> tuple[int, ...]:

@@ -456,7 +456,7 @@ def _forward_step(
 @contextmanager
 def _computing(models: LiveModel, tokens: int, values: TokenValues) -> Iterator[None]:
     """Make the chunk with the output layer return ``values`` of its labels, in this block."""
-    chunks: list[GptModel] = [chunk for chunk in models.chunks if getattr(chunk, "post_process", False)]
+    chunks: list[GptModel] = [chunk for chunk in models.chunks if chunk.post_process]
     with preserved_output(chunks):
         for chunk in chunks:
             chunk._postprocess = ChunkedOutput(chunk, tokens, token_values(values, models.config.vocab_size))

@@ -203,8 +203,7 @@ def _part_rows(param: Param, base: Tensor, cut: Cut) -> tuple[int, ...]:
     rows = base.shape[0] * (cut.group.size() if cut.axis == "rows" else 1)
     if len(param.hf) == 1:
         return (rows,)
-    rule = Rule(param.shard, param.layout, param.hf_layout, vocab=False)
-    return tuple(shape[0] for shape in part_shapes(rule, (rows, 2), HF))
+    return tuple(shape[0] for shape in part_shapes(Rule.from_param(param), (rows, 2), HF))
 
 
 def _order(

@@ -59,7 +59,7 @@ def _advice(param: Param) -> str:
     if param.vocab:
         return (
             "write a larger base model first (AutoModel.from_pretrained(..., vocab_size=...).save_pretrained_as_hf), "
-            "or name the embedding and the output layer in modules_to_save"
+            "or name the embedding and the output layer in modules_to_save (lora_modules_to_save of mca-train)"
         )
     return (
         "make a new adapter with score in modules_to_save (lora_rank of mca-train, task_type SEQ_CLS or TOKEN_CLS), on "

@@ -6,7 +6,7 @@ That module defines blocks and scales.
 import torch
 from torch import Tensor
 
-from mca_models.quantization.fp8_tile import BLOCK, LARGEST
+from mca_models.quantization.fp8_tile import BLOCK, LARGEST, SMALLEST_SCALE
 from mca_models.quantization.fp8_write import not_finite
 
 _STEP = 1 << 22
@@ -46,6 +46,6 @@ def _quantise(weight: Tensor, values: Tensor, scales: Tensor) -> None:
     largest = blocks.abs().amax((1, 3))
     # divide by a tensor: for a number devices multiply by its inverse
     torch.div(largest, torch.full_like(largest, LARGEST), out=scales)
-    scales.masked_fill_(largest == 0, 1.0)
+    scales.clamp_(min=SMALLEST_SCALE).masked_fill_(largest == 0, 1.0)
     blocks /= scales[:, None, :, None]
     values.copy_(padded[:rows, :columns])

@@ -130,7 +130,7 @@ def _new(shape: Shape, device: torch.device) -> _Quantised:
 
 def _fault(entry: _Quantised, scales: Tensor, start: int | None) -> str | None:
     grid, given, first = tuple(entry.scales.shape), tuple(scales.shape), start or 0
-    fits = given[1:] == grid[1:] and 0 <= first <= first + given[0] <= grid[0] if given else False
+    fits = given[1:] == grid[1:] and 0 <= first <= grid[0] - given[0] if given else False
     if start is None:
         fits = given == grid or scales.numel() == 1
     if not fits:

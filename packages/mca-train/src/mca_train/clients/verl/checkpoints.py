@@ -41,6 +41,11 @@ def require_supported_checkpoints(config: Upstream) -> None:
             raise McaError(
                 f"checkpoint.{name} is {list(contents)}; expected 'model', and any of {', '.join(_CONTENTS[1:])}"
             )
+        if "extra" in contents and "optimizer" not in contents:
+            raise McaError(
+                f"checkpoint.{name} is {list(contents)}; the engine mca keeps extra (random states) with the "
+                "optimizer's state: add optimizer, or remove extra"
+            )
 
 
 class MegatronSchedule(Protocol):

@@ -176,12 +176,14 @@ class EngineOffload:
 
     @contextmanager
     def reloaded(self) -> Iterator[None]:
-        """Reload everything within the block; offload it again after the block."""
+        """Reload everything within the block; offload it again after the block, also after an error in it."""
         parts = {"model": self._model, "optimizer": self._optimizer, "grad": self._grad}
         before = {name: part.is_offloaded for name, part in parts.items()}
-        self.reload(model=True, optimizer=True, grad=True)
-        yield
-        self.offload(**before)
+        try:
+            self.reload(model=True, optimizer=True, grad=True)
+            yield
+        finally:
+            self.offload(**before)
 
     def _chosen(self, *, model: bool, optimizer: bool, grad: bool) -> list[StorageOffload]:
         parts = ((optimizer, self._optimizer), (grad, self._grad), (model, self._model))
