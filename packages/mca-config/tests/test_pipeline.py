@@ -225,6 +225,17 @@ def test_a_layout_string_has_at_most_100000_letters() -> None:
             parse_layout(text)
 
 
+def with_requested_layers(
+    size: int, first: int | None, last: int | None, virtual: int | None
+) -> ParallelLayout:
+    return pp(
+        size,
+        num_layers_in_first_pipeline_stage=first,
+        num_layers_in_last_pipeline_stage=last,
+        virtual_pipeline_model_parallel_size=virtual,
+    )
+
+
 @pytest.mark.parametrize(
     ("first", "last", "layers", "size", "virtual", "chunks"),
     [
@@ -238,12 +249,7 @@ def test_a_layout_string_has_at_most_100000_letters() -> None:
 def test_ranks_between_those_with_requested_layers_share_the_others(
     first: int | None, last: int | None, layers: int, size: int, virtual: int | None, chunks: list[list[int]]
 ) -> None:
-    layout = pp(
-        size,
-        num_layers_in_first_pipeline_stage=first,
-        num_layers_in_last_pipeline_stage=last,
-        virtual_pipeline_model_parallel_size=virtual,
-    )
+    layout = with_requested_layers(size, first, last, virtual)
     found = layers_by_chunk(pipeline_plan(layout, layers))
     assert [[len(chunk) for chunk in of_rank] for of_rank in found] == chunks
 
@@ -275,12 +281,7 @@ def test_ranks_between_those_with_requested_layers_share_the_others(
 def test_requested_layers_that_leave_no_even_share_are_refused(
     first: int | None, last: int | None, layers: int, size: int, virtual: int | None, words: str
 ) -> None:
-    layout = pp(
-        size,
-        num_layers_in_first_pipeline_stage=first,
-        num_layers_in_last_pipeline_stage=last,
-        virtual_pipeline_model_parallel_size=virtual,
-    )
+    layout = with_requested_layers(size, first, last, virtual)
     with pytest.raises(McaError, match=words):
         pipeline_plan(layout, layers)
 
