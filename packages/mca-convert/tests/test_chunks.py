@@ -89,7 +89,7 @@ def test_chunks_are_cut_once_for_each_gather() -> None:
     ("nbytes", "bands"), [(1, 1), (128 * 200 * 2, 1), (2 * 128 * 200 * 2, 2), (1 << 30, 3)]
 )
 def test_rows_of_fp8_blocks_are_not_cut(nbytes: int, bands: int) -> None:
-    """Of three rows of blocks, a chunk has as many as fit the buffer, and at least one."""
+    """A chunk has at least one of three rows of blocks, and no more than fit the buffer."""
     gather = Gather((300, 200), (Move(0, 0, 0, 60000, 1, 60000, 60000),))
     fill = Fill("file", "w", 0, gather, (), "BF16", "F8_E4M3", PARAM, scales="s")
     starts = range(0, 60000, bands * 128 * 200)

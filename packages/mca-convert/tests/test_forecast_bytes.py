@@ -49,7 +49,7 @@ def computed(size: int) -> Any:
     ("sizes", "kept"), [([], None), ([12], 24), ([13], 0), ([12, 5], 34), ([12, 13], 24)]
 )
 def test_computed_parts_are_kept_if_they_are_small(sizes: list[int], kept: int | None) -> None:
-    """Whatever is computed needs memory to compute it."""
+    """Computed tensors need memory for their computation."""
     parts: Any = (Part(INFO, (10,)), *map(computed, sizes))
     fill = Fill("file", "w", 0, Gather((10,), ()), parts, "BF16", "BF16", PARAM)
     limits: Any = SimpleNamespace(computed_bytes=24)

@@ -1,4 +1,4 @@
-"""Which modules a configuration means, with which rank and scale, against PEFT; and the values that it may have."""
+"""Modules of an adapter's configuration, their ranks and scales, against PEFT; and the supported values."""
 
 import re
 from math import sqrt

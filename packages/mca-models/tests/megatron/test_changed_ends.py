@@ -173,7 +173,7 @@ def test_a_layer_adds_the_gated_embedding_of_its_number() -> None:
 def test_embeddings_of_all_layers_come_from_tokens_and_their_embeddings(
     scattered: bool, by_name: bool
 ) -> None:
-    """Token 7 stands for images, which have the embedding of padding, 0."""
+    """Token 7 is the placeholder of images, which has the embedding of padding, 0."""
     made: Any = object.__new__(_PerLayerInputs)
     made._size, made._padding, made._placeholders, made._embeddings = 3, 0, frozenset({7}), None
     table, projection, tokens = drawn(9, 6), drawn(6, HIDDEN), torch.tensor([[1, 7, 8]])

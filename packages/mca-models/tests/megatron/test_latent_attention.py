@@ -1,4 +1,4 @@
-"""What mca adds to Megatron's MLA: factors, a gate for each head, and the parameters of its RoPE, by hand."""
+"""Additions of mca to Megatron's MLA: factors, a gate for each head, and the parameters of its RoPE, by hand."""
 
 import math
 from types import SimpleNamespace

@@ -309,7 +309,7 @@ def test_a_value_follows_from_other_keys(case: str) -> None:
 
 
 def test_experts_without_computation_have_matrices_that_nobody_reads() -> None:
-    """Of four layers every second has experts: two with weights, and three that return their input."""
+    """Every second of four layers has experts: two with weights, and three that return their input."""
     config = SimpleNamespace(num_experts=2, num_layers=4, moe=SimpleNamespace(moe_identity_experts=3))
     assert family("longcat_flash", "ignored_hf")(config) == {
         f"model.layers.{layer}.mlp.experts.{expert}.{part}.weight"

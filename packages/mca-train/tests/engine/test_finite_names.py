@@ -51,7 +51,7 @@ def weight(gradient: float | None, main: float | None = None) -> torch.Tensor:
 def test_a_step_that_is_not_finite_names_its_gradients(
     loss: float | None, norm: float | None, what: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another rank has one of the same names and one of its own; Megatron's buffer comes first."""
+    """Another rank has one of the same names and a second name; Megatron's buffer comes first."""
     mine = [("a", "inf"), ("b", "nan")]
     monkeypatch.setattr(finite, "all_gather", lambda own: [own, [("b", "inf"), ("d", "inf")]])
     trained = [("a", weight(INF)), ("b", weight(1.0, NAN)), ("c", weight(NAN, 1.0)), ("d", weight(None))]
