@@ -11,7 +11,14 @@ import pytest
 from mca_config import TrainingArguments
 from mca_models.templates import config_from_hf
 from mca_train.plan.audio_memory import PlannedMedia
-from mca_train.plan.chunks import ChunkSpec, _boundary_tensors, chunk_memory, forward_only_memory
+from mca_train.plan.chunks import (
+    _LAYERS,
+    ChunkSpec,
+    PassMemory,
+    _boundary_tensors,
+    chunk_memory,
+    forward_only_memory,
+)
 from mca_train.plan.local_layers import running
 from mca_train.plan.sizes import Sizes
 from mca_train.plan.vision_memory import plan_images
@@ -188,3 +195,19 @@ def test_inputs_and_outputs_that_only_the_schedule_references(changes: dict[str,
     )
     chunk: Any = SimpleNamespace(**{name: case[name] for name in ("has_loss", "has_embedding", "mtp_layers")})
     assert _boundary_tensors(model, chunk) == 10 * tensors
+
+
+@pytest.mark.parametrize("again", [(), ("mlp",)])
+def test_a_layers_backward_pass_has_gradients_of_embeddings_and_what_is_recomputed(
+    again: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [SimpleNamespace(bytes=3.0, module="mlp"), SimpleNamespace(bytes=5.0, module="")]
+    monkeypatch.setattr(ChunkSpec, "lines", lambda self, number, worst: lines)
+    layers: Any = SimpleNamespace(running=lambda config, sizes, number: (7.0, 11.0))
+    monkeypatch.setitem(_LAYERS, "local", layers)
+    training: Any = SimpleNamespace(recompute_granularity="selective", recompute_modules=[*again] or ["moe"])
+    config: Any = SimpleNamespace(per_layer_input_size=13, num_layers=2)
+    sizes: Any = SimpleNamespace(split=17, width=4)
+    spec = ChunkSpec(config, training, sizes, "local", False)
+    dropped = 3 if again else 0
+    assert spec.layer(0) == PassMemory(8 - dropped, 7, 11 + dropped + 2 * 17 * 2 * 13 * 4)

@@ -15,7 +15,7 @@ from mca_models.megatron import platform
 from mca_models.templates import config_from_hf
 from mca_train.plan.counts import ModelCounts
 from mca_train.plan.hardware import load_hardware
-from mca_train.plan.memory import GIB, Plan, PlanInput, plan_layout
+from mca_train.plan.memory import GIB, Plan, PlanInput, minimum_memory, plan_layout
 from mca_train.plan.options import PlanOptions
 from mca_train.plan.remedies import (
     FULL,
@@ -73,6 +73,22 @@ def test_what_transformer_engine_keeps_of_a_layer(tmp_path: Path) -> None:
     ends = tokens * (2 * 2 * hidden + 4 * 128256)  # the final norm, the softmax
     assert plan.stages[0].activations == pytest.approx(32 * layer + ends, rel=1e-6)
     assert plan.stages[0].temporaries == pytest.approx(tokens * 2 * 128256, rel=1e-6)
+
+
+def test_a_global_batch_is_of_all_accumulated_samples_of_all_replicas(tmp_path: Path) -> None:
+    subject, args, plan = planned(tmp_path, per_device_train_batch_size=3, gradient_accumulation_steps=5)
+    assert (plan.global_batch, plan.tokens_per_step) == (3 * 5 * 8, 3 * 5 * 8 * 8192)
+    pairs = plan_layout(replace(subject, sequences=2), args, plan.layout, 8)
+    assert (pairs.global_batch, pairs.tokens_per_step) == (plan.global_batch, 2 * plan.tokens_per_step)
+
+
+def test_a_reference_that_is_freed_before_training_is_not_part_of_the_least_memory(tmp_path: Path) -> None:
+    subject, args, plan = planned(tmp_path)
+    least = minimum_memory(subject, args, plan.layout, 8)
+    assert least == plan.stages[0].weights + plan.stages[0].gradients + plan.stages[0].optimizer
+    compared = replace(subject, reference=subject.model)
+    assert minimum_memory(compared, args, plan.layout, 8) == least + plan.stages[0].weights
+    assert minimum_memory(replace(compared, precomputed=True), args, plan.layout, 8) == least
 
 
 def test_what_does_not_fit_is_found_with_what_makes_it_fit(tmp_path: Path) -> None:
