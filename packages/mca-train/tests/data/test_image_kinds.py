@@ -174,8 +174,10 @@ def test_a_processor_is_found_where_transformers_exports_none_without_torchvisio
     assert isinstance(image_processors.image_processor([tmp_path]), PixtralImageProcessorPil)
 
 
-def test_images_of_any_size_have_the_tiles_of_lfm2_vl(tmp_path):
+@pytest.mark.parametrize("tile", [16, 24])
+def test_images_of_any_size_have_the_tiles_of_lfm2_vl(tile, tmp_path):
     kind, _ = lfm2_vl()
+    kind.processor.tile_size = tile
     kind.processor.save_pretrained(tmp_path)
     tokens = image_tokens(kind.config, (tmp_path,), kind.tokenizer)
     found = set()
