@@ -41,7 +41,7 @@ def terminal_width() -> int:
 
 
 def first_line(text: str, ending: str = "") -> str:
-    """Return as many sentences of ``text`` as fit in one line of a help of 120 columns, before ``ending``.
+    """Return the leading sentences of ``text`` that fit in one line of a help of 120 columns, before ``ending``.
 
     A first sentence that does not fit is cut with an ellipsis. The documents have the whole text.
     """
