@@ -2,8 +2,11 @@
 
 import contextlib
 import io
+import os
 from pathlib import Path
 
+COLUMNS = "92"
+"""Width of the printed help, which the site shows without scrolling."""
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "keys.md"
 COMMANDS = (
     "mca-train",
@@ -39,8 +42,11 @@ def _help(name: str) -> str:
 
     program, *words = name.split()
     said = io.StringIO()
+    before = os.environ.get("COLUMNS", "")
+    os.environ["COLUMNS"] = COLUMNS
     with contextlib.redirect_stdout(said):
         (convert if program == "mca-convert" else train)([*words, "--help"])
+    os.environ["COLUMNS"] = before  # an empty value is no width
     return said.getvalue()
 
 

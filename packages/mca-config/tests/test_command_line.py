@@ -7,6 +7,7 @@ import pytest
 from mca_config import DistributingParallelArguments, MegatronArguments
 from mca_config.errors import UsageError
 from mca_config.parser import Parser, add_arguments, add_flag, add_operands, from_namespace
+from mca_config.printable import first_line
 from mca_config.program import Command, Program
 
 
@@ -143,3 +144,18 @@ def test_an_unknown_command_is_answered_with_the_one_that_was_meant(word: str, m
     with pytest.raises(UsageError) as raised:
         a_program().find_command([word])
     assert str(raised.value) == message
+
+
+LINES = [
+    ("Short text. Second sentence.", "", "Short text. Second sentence."),
+    ("First. " + "X" * 200, "", "First."),
+    ("First. " + "X" * 105, "", "First. " + "X" * 105),  # 112 characters, the columns of 120 after the indent
+    ("First. " + "X" * 106, "", "First."),
+    ("First. " + "X" * 105, " (default: 1)", "First. (default: 1)"),
+    ("word " * 30, " (default: 1)", "word " * 19 + "... (default: 1)"),
+]
+
+
+@pytest.mark.parametrize(("text", "ending", "line"), LINES)
+def test_the_line_of_a_help_has_the_sentences_that_fit(text: str, ending: str, line: str) -> None:
+    assert first_line(text, ending) == line

@@ -1,5 +1,6 @@
 """The script of ``mca-convert completion``, as a shell runs it."""
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -33,3 +34,12 @@ def test_bash_completes_commands_and_flags_with_and_without_a_command(tmp_path: 
 def test_what_no_script_exists_for(words: list[str], message: str, capsys) -> None:
     assert main(words) == 2
     assert capsys.readouterr().err == f"error: {message}\n"
+
+
+@pytest.mark.parametrize("words", [[], ["plan"], ["inspect"], ["verify"]])
+def test_help_has_one_line_for_each_option(words, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    assert main([*words, "--help"]) == 0
+    options = re.split(r"\n(?=  --)", capsys.readouterr().out)[1:]
+    assert options
+    assert [text for text in options if len(re.findall(r"\n {8}(?=\S)", text)) != 1 or " ..." in text] == []

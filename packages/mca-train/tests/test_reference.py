@@ -47,6 +47,28 @@ def test_help_of_a_kind_has_every_key_that_it_takes(kind, capsys):
     assert "deepspeed" not in names  # refused, so not offered
 
 
+@pytest.mark.parametrize("command", [*KINDS, "plan"])
+def test_help_has_one_line_for_each_option_in_a_wide_terminal(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main([command, "--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    options = [number for number, line in enumerate(lines) if line.startswith("  --")]
+    assert len(options) > 10
+    assert [lines[number] for number in options if not lines[number + 1].startswith(" " * 8)] == []
+    assert [lines[number] for number in options if lines[number + 2].startswith(" " * 8)] == []
+    assert [line for line in lines if len(line) > 120 and not line.startswith("  --")] == []
+    assert [
+        line for line in lines if re.search(r"^ {8}.* \.\.\.($| \(default)", line)
+    ] == []  # no text is cut
+
+
+def test_help_has_the_width_of_a_narrow_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(["sft", "--help"]) == 0
+    meanings = [line for line in capsys.readouterr().out.splitlines() if line.startswith(" " * 8)]
+    assert 50 < max(map(len, meanings)) <= 60
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("gpu", [False, True])
 def test_the_file_to_begin_with_is_a_run_with_and_without_its_marks(kind, gpu, tmp_path):

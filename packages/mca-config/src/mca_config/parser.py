@@ -12,10 +12,9 @@ from typing import Any, Literal, NoReturn, TypeVar, get_args, get_type_hints
 
 from mca_config.errors import McaError, UsageError, raise_problems
 from mca_config.fields import TypeHint, alternatives, cast, hint_origin
-from mca_config.printable import suggestion
+from mca_config.printable import INDENT, first_line, suggestion, terminal_width
 from mca_config.types import JsonObject, Typed
 
-_WIDTH = 90
 _SIMPLER_MESSAGES = (
     (r"(--\w+)/--[\w-]+", r"\1"),
     (r"^argument (?=--)", ""),
@@ -147,10 +146,13 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Format(argparse.RawDescriptionHelpFormatter):
-    """Help formatter with each flag on a separate line above its meaning, and a fixed width."""
+    """Help formatter with each flag on a separate line above one line of meaning."""
 
     def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=8, width=_WIDTH + 2)
+        super().__init__(prog, max_help_position=INDENT, width=terminal_width())
+
+    def _expand_help(self, action: argparse.Action) -> str:
+        return first_line(super()._expand_help(action))
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         shown = copy(action)

@@ -1,9 +1,16 @@
-"""Text of messages: `printable` makes names safe for a terminal, `counted` adds a plural, `suggestion` a near name."""
+"""Text of messages: `printable` makes names safe for a terminal, `counted` adds a plural, `suggestion` a near name.
 
+`terminal_width` and `first_line` are for help.
+"""
+
+import re
 from collections.abc import Iterable
 
 _LONGEST_LINE = 4000
 _EVALUATION = "eval"
+_WIDEST = 120
+INDENT = 8
+"""Columns before the meaning of a flag in a help."""
 
 
 def counted(number: int, noun: str) -> str:
@@ -24,6 +31,27 @@ def _line(line: str) -> str:
 
 def _escaped(letter: str) -> str:
     return letter if letter.isprintable() else letter.encode("unicode_escape", "surrogatepass").decode()
+
+
+def terminal_width() -> int:
+    """Return the columns of a help: those of the terminal, at most 120, or 120 where there is none."""
+    from shutil import get_terminal_size  # not needed for a run
+
+    return min(get_terminal_size((_WIDEST, 24)).columns, _WIDEST)
+
+
+def first_line(text: str, ending: str = "") -> str:
+    """Return as many sentences of ``text`` as fit in one line of a help of 120 columns, before ``ending``.
+
+    A first sentence that does not fit is cut with an ellipsis. The documents have the whole text.
+    """
+    room = _WIDEST - INDENT - len(ending)
+    line, *others = re.split(r"(?<=[.?!]) (?=[A-Z0-9`])", text)
+    for other in others:
+        if len(f"{line} {other}") > room:
+            break
+        line = f"{line} {other}"
+    return (line if len(line) <= room else f"{line[: room - 4].rpartition(' ')[0]} ...") + ending
 
 
 def suggestion(word: str, known: Iterable[str], otherwise: str) -> str:

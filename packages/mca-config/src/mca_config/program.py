@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mca_config.errors import McaError, UsageError
-from mca_config.printable import printable, suggestion
+from mca_config.printable import printable, suggestion, terminal_width
 
 if TYPE_CHECKING:
     from mca_config.parser import Parser
 
 
-_WIDTH = 90
 _HELP, _VERSION = ("-h", "--help"), ("-V", "--version")
 SHELLS = ("bash", "zsh", "fish")
 _BASH = """\
@@ -118,7 +117,7 @@ class Program:
         parser = Parser(
             self._full(name),
             command.usage,
-            textwrap.fill(command.text, _WIDTH),
+            textwrap.fill(command.text, terminal_width()),
             "\n\n".join(part for part in (command.notes, self._examples(command.examples)) if part),
             self.hint,
         )
@@ -135,7 +134,11 @@ class Program:
     def help(self) -> str:
         """Return the general help."""
         usages = [f"{self._full(name)} {command.usage}".rstrip() for name, command in self.commands.items()]
-        parts = ["usage: " + "\n       ".join(usages), textwrap.fill(self.text, _WIDTH), *self._lists()]
+        parts = [
+            "usage: " + "\n       ".join(usages),
+            textwrap.fill(self.text, terminal_width()),
+            *self._lists(),
+        ]
         if self.default:
             flags = self.parser(self.default).format_help().partition("\nflags:\n")[2]
             parts.append(f"flags of {self._full(self.default)}:\n{flags}")
@@ -149,7 +152,10 @@ class Program:
         for name, command in self.commands.items():
             indent = " " * (width + 4)
             lines += textwrap.wrap(
-                command.summary, _WIDTH, initial_indent=f"  {name:<{width}}  ", subsequent_indent=indent
+                command.summary,
+                terminal_width(),
+                initial_indent=f"  {name:<{width}}  ",
+                subsequent_indent=indent,
             )
         yield "\n".join(lines)
         yield f"`{self.name} COMMAND --help` describes a command; `{self.name} --version` prints the version."

@@ -47,8 +47,7 @@ def _convert_flags(parser: Parser) -> None:
         parser,
         "push_to_hub",
         metavar="ORG/NAME",
-        help="upload the result as this model of the Hugging Face Hub, which is created if it does not exist; other "
-        "files of a checkpoint there are deleted, with a warning that names them",
+        help="upload the result as this model of the Hub, created if missing; its other checkpoint files are deleted",
     )
     _quiet_flag(parser)
 
@@ -93,10 +92,7 @@ def _inspect_flags(parser: Parser) -> None:
 
 
 def _conversion_flags(parser: Parser, *, planning: bool) -> None:
-    source = (
-        "the checkpoint to read, a directory or a model of the Hub (org/name, org/name@revision); with --adapter_path: "
-        "the adapter's base model"
-    )
+    source = "checkpoint to read (with --adapter_path: the base model): a directory or a Hub model (org/name@revision)"
     add_flag(parser, "checkpoint_path", type=_path, metavar="DIR", help=source)
     where = (
         "the output directory; checks that it is absent or empty and that the disk has enough space"
@@ -109,8 +105,7 @@ def _conversion_flags(parser: Parser, *, planning: bool) -> None:
         "to",
         hint=Literal["mca", "hf"],
         metavar="{mca,hf}",
-        help="the target; default: hf from Megatron's checkpoints (MCA, ROLL, torch_dist), else mca. An MCA source "
-        "with --to mca is written in another layout; a quantised Hugging Face source with --to hf is dequantised",
+        help="the target; default: hf from Megatron's checkpoints, else mca (mca to mca: layout, hf to hf: dequantise)",
     )
     _adapter_flags(parser)
     _dtype_flags(parser)
@@ -157,8 +152,7 @@ def _dtype_flags(parser: Parser) -> None:
     group.add_argument(
         "--fp8",
         action="store_true",
-        help="write the linear weights of a Hugging Face target as e4m3 with an fp32 scale per block of 128 x 128, "
-        "as DeepSeek and Qwen publish them; other weights keep their dtype, or are cast",
+        help="write linear weights of a Hugging Face target as e4m3 with an fp32 scale per block of 128 x 128",
     )
 
 
@@ -183,8 +177,7 @@ def _engine_flags(parser: Parser) -> None:
         "memory_limit",
         type=byte_count,
         metavar="SIZE",
-        help="total size of all buffers, e.g. 64M, but at least 192 KiB per thread are used; default: 3 MB per thread, "
-        "and up to 320 MiB in all for weights that are merged or dequantised",
+        help="size of all buffers, e.g. 64M; default: 3 MB a thread, up to 320 MiB for merged or dequantised weights",
     )
 
 

@@ -12,7 +12,12 @@ from mca_models.megatron.features.block import scaled_residual
 from mca_models.megatron.features.delta_rule import CHUNK, gated_delta_rule
 from mca_models.megatron.features.embedding import train_embedding_like_hf
 from mca_models.megatron.features.features import active_features
-from mca_models.megatron.features.group_router import GROUP_ROUTER, GroupLimitedTopK, best_group_mask
+from mca_models.megatron.features.group_router import (
+    GROUP_ROUTER,
+    GroupLimitedTopK,
+    best_group_mask,
+    has_custom_groups,
+)
 from mca_models.megatron.features.mamba import state_space
 from mca_models.megatron.features.moe import aux_loss_coefficient
 from mca_models.templates import config_from_hf
@@ -142,6 +147,28 @@ def test_a_router_has_the_groups_of_its_model(
     router = GROUP_ROUTER.router(Router, config_of("deepseek_v2").replace_fields(**sizes))
     choice = router().router_replay
     assert (choice.groups, choice.group_topk, choice.best) == (2, groups_of_a_token, best)
+
+
+@pytest.mark.parametrize(
+    ("fields", "custom"),
+    [
+        ({}, False),
+        ({"moe_router_num_groups": None, "moe_router_group_topk": None}, False),
+        ({"moe_router_topk": 6}, True),
+        ({"moe_router_topk": 5}, False),  # as Megatron divides: two experts of each group
+        ({"moe_router_topk": 6, "moe_router_score_function": "softmax"}, False),
+        ({"moe_router_group_score": "max"}, True),
+        ({"moe_router_topk": 2, "moe_router_group_topk": None}, False),
+        ({"moe_router_topk": 3, "moe_router_group_topk": None}, True),
+    ],
+)
+def test_megatron_chooses_other_groups_if_it_sums_another_number_of_experts(
+    fields: dict[str, object], custom: bool
+) -> None:
+    """The model sums the two best experts of a group; Megatron sums topk / group_topk of them."""
+    plain = {"moe_router_topk": 4, "moe_router_num_groups": 4, "moe_router_group_topk": 2}
+    plain |= {"moe_router_score_function": "sigmoid", "moe_router_group_score": "top_sum"}
+    assert has_custom_groups(SimpleNamespace(moe=SimpleNamespace(**plain | fields))) == custom
 
 
 def test_families_without_layers_of_their_own_have_no_other_features() -> None:

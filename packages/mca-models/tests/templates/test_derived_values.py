@@ -6,9 +6,16 @@ from typing import Any
 
 import pytest
 
+from mca_config.layout import ParallelLayout
+from mca_config.pipeline import pipeline_plan
+from mca_models.templates.live_names import is_in_chunk
 from mca_models.templates.parts import gated_delta_net, moe, multipliers, sliding_window
+from mca_models.weights import Stage
 
 F, S, C, L = "full_attention", "sliding_attention", "chunked_attention", "linear_attention"
+
+
+MIMO = {"num_hidden_layers": 2, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 
 
 def family(name: str, function: str = "derive") -> Any:
@@ -293,6 +300,27 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
             "layernorm_epsilon": 1e-4,
         },
     ),
+    "minimax_m2 with rotated channels": (
+        family("minimax_m2"),
+        {"rotary_dim": 64, "head_dim": 128, "rope_theta": 5e6},
+        {"rotary_percent": 0.5, "rotary_base": 5e6},
+    ),
+    "minimax_m2 with a rotated share": (
+        family("minimax_m2"),
+        {"rotary_dim": 64, "head_dim": 256, "rope_parameters": {"partial_rotary_factor": 0.75}},
+        {"rotary_percent": 0.75},
+    ),
+    "mimo_v2_flash counts the query too": (
+        family("mimo_v2_flash"),
+        {**MIMO, "sliding_window_size": 7, "sliding_window": 3},
+        {"window_size": 8},
+    ),
+    "mimo_v2_flash without that number": (
+        family("mimo_v2_flash"),
+        {**MIMO, "sliding_window": 3},
+        {"window_size": 3},
+    ),
+    "minimax_m2 without either": (family("minimax_m2"), {"head_dim": 128}, {"rotary_percent": 1.0}),
     "layers with experts behind the first": (
         moe.derive_moe_layers,
         {"num_hidden_layers": 3},
@@ -317,3 +345,34 @@ def test_experts_without_computation_have_matrices_that_nobody_reads() -> None:
         for expert in (2, 3, 4)
         for part in ("gate_proj", "up_proj")
     }
+
+
+def test_norms_behind_dense_layers_are_ignored() -> None:
+    config = SimpleNamespace(num_layers=3, is_moe_layer=lambda layer: layer == 1)
+    assert family("axk1", "unused_norms")(config) == {
+        f"model.layers.{layer}.post_mlp_layernorm.weight" for layer in (0, 2)
+    }
+
+
+@pytest.mark.parametrize(
+    ("stage", "layer", "places"),
+    [
+        (Stage.FIRST, None, {0}),
+        (Stage.VISION, None, {0}),
+        (Stage.LAYER, 0, {0}),
+        (Stage.LAYER, 2, {1}),
+        (Stage.NORM, None, {1}),
+        (Stage.MTP, 0, {2}),
+        (Stage.LAST, None, {2}),
+    ],
+)
+def test_a_parameter_is_in_the_chunk_of_its_stage(stage: Stage, layer: int | None, places: set[int]) -> None:
+    """Embedding and layers 0 and 1; layers 2 and 3; an MTP layer and the loss."""
+    layout = ParallelLayout(pipeline_model_parallel_size=3, pipeline_model_parallel_layout="Ett|tt|mL")
+    config: Any = SimpleNamespace(num_layers=4, mtp_num_layers=1)
+    param: Any = SimpleNamespace(stage=stage, layer=layer)
+    chunks = [*pipeline_plan(layout, 4, 1)]
+    assert {number for number, chunk in enumerate(chunks) if is_in_chunk(param, config, chunk)} == places
+    if stage is Stage.NORM:
+        config.mtp_num_layers = 0
+        assert [is_in_chunk(param, config, chunk) for chunk in chunks] == [False, False, True]

@@ -11,7 +11,15 @@ import pytest
 from mca_config import TrainingArguments
 from mca_models.templates import config_from_hf
 from mca_train.plan.audio_memory import PlannedMedia
-from mca_train.plan.chunks import ChunkSpec, _boundary_tensors, chunk_memory, forward_only_memory
+from mca_train.plan.chunks import (
+    _LAYERS,
+    ChunkSpec,
+    PassMemory,
+    _boundary_tensors,
+    _recomputed_blocks,
+    chunk_memory,
+    forward_only_memory,
+)
 from mca_train.plan.local_layers import running
 from mca_train.plan.sizes import Sizes
 from mca_train.plan.vision_memory import plan_images
@@ -188,3 +196,46 @@ def test_inputs_and_outputs_that_only_the_schedule_references(changes: dict[str,
     )
     chunk: Any = SimpleNamespace(**{name: case[name] for name in ("has_loss", "has_embedding", "mtp_layers")})
     assert _boundary_tensors(model, chunk) == 10 * tensors
+
+
+@pytest.mark.parametrize("again", [(), ("mlp",)])
+def test_a_layers_backward_pass_has_gradients_of_embeddings_and_what_is_recomputed(
+    again: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [SimpleNamespace(bytes=3.0, module="mlp"), SimpleNamespace(bytes=5.0, module="")]
+    monkeypatch.setattr(ChunkSpec, "lines", lambda self, number, worst: lines)
+    layers: Any = SimpleNamespace(running=lambda config, sizes, number: (7.0, 11.0))
+    monkeypatch.setitem(_LAYERS, "local", layers)
+    training: Any = SimpleNamespace(recompute_granularity="selective", recompute_modules=[*again] or ["moe"])
+    config: Any = SimpleNamespace(per_layer_input_size=13, num_layers=2)
+    sizes: Any = SimpleNamespace(split=17, width=4)
+    spec = ChunkSpec(config, training, sizes, "local", False)
+    dropped = 3 if again else 0
+    assert spec.layer(0) == PassMemory(8 - dropped, 7, 11 + dropped + 2 * 17 * 2 * 13 * 4)
+
+
+@pytest.mark.parametrize(
+    ("method", "count", "kept"),
+    [
+        ("uniform", 1, [10, 10 + 10, 10, 10 + 10]),  # the second of a pair has the experts' output too
+        ("uniform", 2, [10, 10]),
+        ("uniform", 3, [10, 10 + 10]),
+        ("block", 2, [10, 10 + 10, 1, 1]),
+        ("block", 5, [10, 10 + 10, 10, 10 + 10]),
+    ],
+)
+def test_a_recomputed_block_keeps_its_inputs(method: str, count: int, kept: list[int]) -> None:
+    training: Any = SimpleNamespace(
+        recompute_num_layers=count, recompute_method=method, distribute_saved_activations=False
+    )
+    sizes: Any = SimpleNamespace(layout=SimpleNamespace(tp=2), moe=SimpleNamespace(shortcut=True))
+    model: Any = SimpleNamespace(training=training, sizes=sizes, hidden_bytes=10)
+    layers = [PassMemory(1, 2, 3)] * 4
+    assert [block.kept for block in _recomputed_blocks(model, layers)] == kept
+    sizes.moe = None
+    recomputed = min(len(kept), count) if method == "block" else len(kept)
+    assert [block.kept for block in _recomputed_blocks(model, layers)] == [10] * recomputed + kept[
+        recomputed:
+    ]
+    training.distribute_saved_activations = True
+    assert _recomputed_blocks(model, layers)[0].kept == 5

@@ -15,7 +15,7 @@ from mca_models.megatron import platform
 from mca_models.templates import config_from_hf
 from mca_train.plan.counts import ModelCounts
 from mca_train.plan.hardware import load_hardware
-from mca_train.plan.memory import GIB, Plan, PlanInput, plan_layout
+from mca_train.plan.memory import GIB, Plan, PlanInput, minimum_memory, plan_layout
 from mca_train.plan.options import PlanOptions
 from mca_train.plan.remedies import (
     FULL,
@@ -73,6 +73,22 @@ def test_what_transformer_engine_keeps_of_a_layer(tmp_path: Path) -> None:
     ends = tokens * (2 * 2 * hidden + 4 * 128256)  # the final norm, the softmax
     assert plan.stages[0].activations == pytest.approx(32 * layer + ends, rel=1e-6)
     assert plan.stages[0].temporaries == pytest.approx(tokens * 2 * 128256, rel=1e-6)
+
+
+def test_a_global_batch_is_of_all_accumulated_samples_of_all_replicas(tmp_path: Path) -> None:
+    subject, args, plan = planned(tmp_path, per_device_train_batch_size=3, gradient_accumulation_steps=5)
+    assert (plan.global_batch, plan.tokens_per_step) == (3 * 5 * 8, 3 * 5 * 8 * 8192)
+    pairs = plan_layout(replace(subject, sequences=2), args, plan.layout, 8)
+    assert (pairs.global_batch, pairs.tokens_per_step) == (plan.global_batch, 2 * plan.tokens_per_step)
+
+
+def test_a_reference_that_is_freed_before_training_is_not_part_of_the_least_memory(tmp_path: Path) -> None:
+    subject, args, plan = planned(tmp_path)
+    least = minimum_memory(subject, args, plan.layout, 8)
+    assert least == plan.stages[0].weights + plan.stages[0].gradients + plan.stages[0].optimizer
+    compared = replace(subject, reference=subject.model)
+    assert minimum_memory(compared, args, plan.layout, 8) == least + plan.stages[0].weights
+    assert minimum_memory(replace(compared, precomputed=True), args, plan.layout, 8) == least
 
 
 def test_what_does_not_fit_is_found_with_what_makes_it_fit(tmp_path: Path) -> None:
@@ -239,6 +255,18 @@ def test_a_search_tries_every_size_of_each_axis_that_a_model_and_its_devices_hav
         (tp, cp) for tp in (1, 2, 4) for cp in (1, 2, 4, 8) if tp * cp <= 8
     }
     assert {each.cp for each in tried(8191)} == {1}
+
+
+@pytest.mark.parametrize(("layers", "uneven"), [(4, set()), (6, {(4, 1), (4, 2)}), (2, set())])
+def test_a_search_counts_ends_as_layers_only_where_layers_do_not_divide(
+    layers: int, uneven: set[tuple[int, int]]
+) -> None:
+    subject: Any = SimpleNamespace(
+        config=config_from_hf(LLAMA_8B).replace_fields(num_layers=layers), seq_length=512
+    )
+    found = [each for each in _layouts(subject, 8, 4) if each.account_for_loss_in_pipeline_split]
+    assert {(each.pp, each.vpp) for each in found} == uneven
+    assert not uneven or {each.tp for each in found} == {1, 2}
 
 
 def test_a_users_table_adds_a_device_or_changes_keys_of_one(tmp_path: Path) -> None:

@@ -55,8 +55,8 @@ class DistributingOptions:
         "Ranks that share each expert's matrices (etp); unset: the tensor size."
     )
     pipeline_model_parallel_layout: str | None = option(
-        "Layers of every pipeline stage as a string, such as Et*3|t*4|t*4L: E embedding, t decoder layer, m "
-        "MTP layer, L loss, | next stage, x*n and (..)*n repeat. Fixes the virtual size."
+        "Layers of every pipeline stage as a string, such as Et*3|t*4|t*4L. E is the embedding, t a "
+        "decoder layer, m an MTP layer, L the loss, | starts a stage, x*n and (..)*n repeat. It fixes the virtual size."
     )
     num_layers_in_first_pipeline_stage: int | None = option(
         "Decoder layers on the first pipeline rank; the other ranks share the rest evenly."
@@ -82,13 +82,15 @@ class DistributingOptions:
         "Recompute activations in the backward pass: full = whole layers, selective = recompute_modules."
     )
     recompute_method: Literal["uniform", "block"] | None = option(
-        "With full recomputation: uniform = every group of recompute_num_layers layers, block = the first "
-        "recompute_num_layers layers of each chunk."
+        "With full recomputation: uniform for every group of layers, block for the first layers of each chunk. "
+        "Their number is recompute_num_layers."
     )
-    recompute_num_layers: int | None = option("With full recomputation: see recompute_method.")
+    recompute_num_layers: int | None = option(
+        "With full recomputation: layers of a group (uniform), or of a chunk (block)."
+    )
     recompute_modules: list[str] | None = option(
-        "With selective recomputation, any of: core_attn, moe_act, layernorm, mla_up_proj, mlp, moe, "
-        "shared_experts. Unset: core_attn."
+        "With selective recomputation: core_attn (if unset), moe_act, layernorm, mla_up_proj, mlp, moe, "
+        "shared_experts."
     )
     distribute_saved_activations: bool | None = switch(
         "Split saved activations over the tensor ranks with full recomputation; excludes sequence_parallel."

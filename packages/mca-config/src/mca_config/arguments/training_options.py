@@ -21,7 +21,7 @@ class TrainingOptions(DistributingOptions):
     )
     overlap_grad_reduce: bool | None = switch("Reduce gradients while the backward pass still runs.")
     overlap_param_gather: bool | None = switch(
-        "Gather updated weights while the forward pass already runs; needs use_distributed_optimizer and "
+        "Gather updated weights while the forward pass already runs. Needs use_distributed_optimizer and "
         "overlap_grad_reduce."
     )
     ddp_bucket_size: int | None = option("Parameters in one gradient bucket; unset: by data-parallel size.")
@@ -50,7 +50,7 @@ class TrainingOptions(DistributingOptions):
         "Pin the host's copies of offloaded weights; Megatron always does, false is an error."
     )
     use_precision_aware_optimizer: bool | None = switch(
-        "Keep the fp32 main parameters in the optimizer; with optimizer_cpu_offload those of offloaded parameters are "
+        "Keep the fp32 main parameters in the optimizer. With optimizer_cpu_offload those of offloaded parameters are "
         "in host memory. Needs use_distributed_optimizer, adam, and Transformer Engine or optimizer_cpu_offload."
     )
     decoupled_lr: float | None = option(
@@ -84,8 +84,8 @@ class TrainingOptions(DistributingOptions):
         default=False,
     )
     loss_chunk_size: int | None = option(
-        "Tokens of a micro-batch whose logits are in memory at once; logits are recomputed in the backward "
-        "pass. Unset: all."
+        "Tokens of a micro-batch whose logits are in memory at once; unset: all. Logits are recomputed in the "
+        "backward pass."
     )
     peak_tflops: float | None = option(
         "Peak TFLOP/s of one device, for the logged mfu; unset: the bf16 peak of a known GPU."
@@ -97,7 +97,7 @@ class TrainingOptions(DistributingOptions):
     profile_step_end: int = option("Last step to profile.", default=12)
     profile_ranks: list[int] | None = option("Ranks to profile; unset: all.")
     ckpt_format: Literal["mca", "torch_dist"] = option(
-        "Format of the weights in training checkpoints: mca (safetensors by rank) or Megatron's torch_dist.",
+        "Format of weights in training checkpoints: mca (safetensors by rank) or Megatron's torch_dist.",
         default="mca",
     )
     async_save: bool = option(
@@ -108,7 +108,7 @@ class TrainingOptions(DistributingOptions):
         "One data-parallel replica reads the weights and sends them to the others.", default=False
     )
     overwrite_output_dir: bool = option(
-        "Delete the checkpoints in output_dir unless this run resumes from one of them; otherwise such a run is an "
+        "Delete the checkpoints in output_dir unless this run resumes from one of them. Without it such a run is an "
         "error.",
         default=False,
     )

@@ -59,11 +59,7 @@ def save(
 
 
 def load(
-    optimizer: MegatronOptimizer,
-    chunks: list[Chunk],
-    folder: Path,
-    numbers: Numbers,
-    read_weight: ReadFp32,
+    optimizer: MegatronOptimizer, chunks: list[Chunk], folder: Path, numbers: Numbers, read_weight: ReadFp32
 ) -> None:
     """Restore the result of `save`, written on any layout; collective. The weights are loaded already.
 
@@ -82,11 +78,7 @@ def load(
 
 
 def _load(
-    optimizer: MegatronOptimizer,
-    chunks: list[Chunk],
-    folder: Path,
-    numbers: Numbers,
-    read_weight: ReadFp32,
+    optimizer: MegatronOptimizer, chunks: list[Chunk], folder: Path, numbers: Numbers, read_weight: ReadFp32
 ) -> None:
     saved = shapes_in(folder)
     state = _sharded(optimizer, chunks, loading=True)

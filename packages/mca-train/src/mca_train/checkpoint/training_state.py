@@ -100,11 +100,7 @@ class TrainingState:
             )
         with _ignore_future_warnings():
             optimizer_state.load(
-                self._engine.optimizer,
-                self._modules(),
-                folder / "optimizer",
-                numbers,
-                read_weight,
+                self._engine.optimizer, self._modules(), folder / "optimizer", numbers, read_weight
             )
         self._engine.sync_params()
         run_on_all_ranks_unwrapped(lambda: fp8_scales.load(folder, self._modules()))

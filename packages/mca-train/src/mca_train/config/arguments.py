@@ -44,23 +44,23 @@ class DataArguments:
     train_file: list[str] = field(
         default_factory=list,
         metadata={
-            "help": "Training file(s): .jsonl or .json (also .gz, .bz2, .xz, .zst), .parquet, .arrow or .txt, on disk "
-            "or at an address (s3://...). Several are concatenated."
+            "help": "Training files, concatenated: .jsonl, .json, .parquet, .arrow or .txt, on disk or at an address "
+            "(s3://...). The first two also as .gz, .bz2, .xz or .zst."
         },
     )
     datasets: list[dict[str, Any]] = field(
         default_factory=list,
         metadata={
-            "help": "Several sources instead of train_file, a mapping each: path (file, directory or dataset of the "
-            "Hub), name, split, subset, revision, columns, format, weight, max_samples."
+            "help": "Several sources instead of train_file, with weights: a list of mappings. Each has path (file, "
+            "directory or dataset of the Hub), name, split, subset, revision, columns, format, weight, max_samples."
         },
     )
     eval_file: list[str] = field(default_factory=list, metadata={"help": "Evaluation file(s), same formats."})
     seq_length: int = field(
         default=2048,
         metadata={
-            "help": "pretrain: tokens per block. sft, dpo: longest sequence; longer ones are cut at the end. "
-            "With sequence_packing: of a pack."
+            "help": "Tokens per block (pretrain), of the longest sequence, or of a pack (sequence_packing). Longer "
+            "sequences are cut at the end."
         },
     )
     text_column: str = field(
@@ -108,7 +108,7 @@ class DataArguments:
     use_audio_in_video: bool = field(
         default=False,
         metadata={
-            "help": "Use the sound of videos, between their frames (Qwen2.5-Omni, Qwen3-Omni); needs the extra audio."
+            "help": "Use the sound of videos, between their frames (Qwen2.5-Omni, Qwen3-Omni). Needs the extra audio."
         },
     )
     audios_column: str = field(
@@ -122,8 +122,7 @@ class DataArguments:
     image_folder: str | None = field(
         default=None,
         metadata={
-            "help": "Directory that relative paths of media start from (models and kinds that take them); "
-            "None: the folder of the data file."
+            "help": "Directory that relative paths of media start from; None: the folder of the data file."
         },
     )
     data_format: Literal["messages", "prompt_completion", "text", "alpaca", "sharegpt"] | None = field(
@@ -145,8 +144,8 @@ class DataArguments:
     tokenized_cache: str | None = field(
         default=None,
         metadata={
-            "help": "Directory in which tokenized samples are kept, by content and settings, for other ranks and runs; "
-            "None: tokenize again."
+            "help": "Directory that keeps tokenized samples for other ranks and runs; None: tokenize again. They are "
+            "found by the content of the files and the settings."
         },
     )
     streaming: bool = field(
@@ -206,7 +205,7 @@ class ClassifyArguments(DataArguments):
     label_column: str = field(
         default=DefaultColumn("label"),
         metadata={
-            "help": "classify: column with the class, the labels, or the number(s). kto: whether the answer is good."
+            "help": "Column with the class, labels or numbers (classify), or whether the answer is good (kto)."
         },
     )
 
@@ -218,7 +217,7 @@ class LaunchArguments:
     nproc_per_node: int | None = field(
         default=None,
         metadata={
-            "help": "Ranks to start here; None: every visible GPU, or without a GPU the fewest that the "
+            "help": "Ranks to start on this machine; None: every visible GPU. Without a GPU it is the fewest that the "
             "layout needs (one data-parallel replica)."
         },
     )

@@ -251,12 +251,7 @@ def measure(trainer: "McaTrainer", engine: "Engine", modes: Modes, batch: StepBa
     tracker = modes.tracker
     passes = PassTracer(tracker)
     gc.collect()  # an offloaded optimizer is created twice, and the first is a reference cycle
-    with (
-        modes.enter(STEP),
-        passes.trace(),
-        tracker.names.trace(),
-        tracker.track_storages(),
-    ):
+    with modes.enter(STEP), passes.trace(), tracker.names.trace(), tracker.track_storages():
         tracker.restart()
         fake_batch = batch if modes.answers is None else _to_fake_batch(batch, modes.answers)
         for tensor in chain.from_iterable(each.tensors() for each in fake_batch.micro_batches):

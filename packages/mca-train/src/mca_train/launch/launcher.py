@@ -203,9 +203,7 @@ def _supervise(start: Callable[[int, dict[str, str]], int], num_ranks: int, fold
 
 
 def _wait(
-    pids: dict[int, int],
-    is_failure: Callable[[End], bool] = lambda _: False,
-    seconds: float = float("inf"),
+    pids: dict[int, int], is_failure: Callable[[End], bool] = lambda _: False, seconds: float = float("inf")
 ) -> list[End]:
     """Reap ranks for up to ``seconds`` or until one fails; remove them from ``pids`` and return their exits."""
     ended: list[End] = []

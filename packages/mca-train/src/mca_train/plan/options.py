@@ -29,8 +29,7 @@ class PlanOptions:
         default=None,
         metadata=_flag(
             "NAME",
-            "device to plan for (h100-80, h200, b200, gb200, ... or gib:N): shows which stages do not fit, "
-            "and what would make them fit",
+            "device to plan for (h100-80, h200, b200, gb200, ... or gib:N): shows what fits and what would",
         ),
     )
     hardware: Path | None = field(

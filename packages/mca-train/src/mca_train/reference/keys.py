@@ -9,15 +9,22 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from mca_config.fields import TypeHint, alternatives, hint_origin, is_enum
-from mca_config.printable import suggestion
+from mca_config.printable import INDENT, first_line, suggestion, terminal_width
 from mca_config.types import Typed
 from mca_train.config.arguments import LaunchArguments, LoraArguments
 from mca_train.config.early_arguments import hf_fields
 from mca_train.config.renamed_options import RENAMED
 from mca_train.tasks.task import Task
 
-_WIDTH = 90
-_LONGEST = 400  # characters of a key's text; Hugging Face's are pages
+_CLEARER = {
+    "max_steps": "Steps to train; overrides num_train_epochs. Streaming needs it.",
+    "resume_from_checkpoint": "Checkpoint to continue from: its directory, or auto for the newest in output_dir.",
+    "eval_delay": "Epochs or steps, as eval_strategy says, before the first evaluation.",
+    "log_on_each_node": "Log once per node, not on the main node only.",
+    "full_determinism": "Use deterministic algorithms. They are slow and meant for debugging.",
+    "use_cache": "Use the model's key-value cache. Training needs none.",
+    "local_rank": "Rank on this machine. torchrun sets it in the environment.",
+}  # where Hugging Face's text is too long for a line, or does not say what mca does
 REQUIRED = ("model_name_or_path", "train_file", "output_dir")
 """Keys that every run needs, in display order."""
 
@@ -100,14 +107,15 @@ def declared_keys(cls: type, group: str) -> Iterator[Key]:
                 name=field.name,
                 hint=hints[field.name],
                 default=_default(field),
-                help=_help_text(str(field.metadata.get("help", ""))),
+                help=_help_text(_CLEARER.get(field.name) or str(field.metadata.get("help", ""))),
                 group=group,
             )
 
 
 def _help_text(text: str) -> str:
-    """Return a help text in one line, with "unset" for the None of Python."""
-    line = " ".join(text.split())
+    """Return a help text in one line: "unset" replaces None, and "Whether to" and a second default are removed."""
+    line = re.sub(r"^Whether (or not )?to (\w)", lambda found: found[2].upper(), " ".join(text.split()))
+    line = line.replace("' (default),", "',")
     return re.sub(r"\bNone:", "unset:", re.sub(r"(?<=\. )None:", "Unset:", line))
 
 
@@ -126,6 +134,7 @@ def task_help(task: Task) -> str:
         "",
         "Write each key in CONFIG.yaml as `key: value`, or pass it as a flag, which wins. Flags alone are enough.",
         "Flags are written with - or _, and `--key null` unsets what the file says.",
+        "docs/keys.md explains them in full.",
         f"Required: {', '.join(REQUIRED)}.",
         f"`mca-train init {task.name} MODEL` writes a file to start from.",
     ]
@@ -146,8 +155,9 @@ def task_help(task: Task) -> str:
 def _key_help(key: Key) -> Iterator[str]:
     default = "" if key.default in (None, "", [], {}) else f" (default: {format_default(key.default)})"
     yield f"  --{key.name} {value_placeholder(key.hint)}"
-    text = textwrap.shorten(key.help, _LONGEST, placeholder=" ...") + default
-    yield from textwrap.wrap(text, _WIDTH, initial_indent=" " * 8, subsequent_indent=" " * 8)
+    indent = " " * INDENT
+    text = first_line(key.help, default)
+    yield from textwrap.wrap(text, terminal_width(), initial_indent=indent, subsequent_indent=indent)
 
 
 def format_default(value: Typed) -> str:

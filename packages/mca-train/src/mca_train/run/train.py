@@ -101,9 +101,7 @@ def run(task: Task, values: Values, where: str, command: list[str]) -> int:
         folder = os.environ.get("MCA_TRAIN_REPORTS")
         rank = int(os.environ["RANK"])
         return failures.report_failure(
-            lambda: _run_launched_rank(task, values, where),
-            Path(folder) if folder else None,
-            rank,
+            lambda: _run_launched_rank(task, values, where), Path(folder) if folder else None, rank
         )
 
 

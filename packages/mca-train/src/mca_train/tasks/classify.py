@@ -33,7 +33,9 @@ class Labels(ClassifyArguments):
     )
     labels: list[str] = field(
         default_factory=list,
-        metadata={"help": "Names of the labels; unset: those of the model's head, or LABEL_0, LABEL_1, ..."},
+        metadata={
+            "help": "Names of the labels; unset: those of the model's head, or LABEL_0, LABEL_1 and so on"
+        },
     )
     num_labels: int | None = field(
         default=None, metadata={"help": "Number of labels, if they have no names; regression: 1."}

@@ -66,8 +66,8 @@ class DpoArguments(ReferenceArguments):
     precompute_ref_log_probs: bool = field(
         default=False,
         metadata={
-            "help": "Compute the reference's log-probabilities once, before training, and keep them in output_dir: "
-            "no reference model is held in training."
+            "help": "Compute the reference's log-probabilities before training and keep them in output_dir. "
+            "No reference model is held in training."
         },
     )
 

@@ -43,13 +43,7 @@ class Evaluator:
     """
 
     def __init__(
-        self,
-        hf: HfTrainer,
-        hooks: Hooks,
-        runner: ModelRunner,
-        data: StepLoaders,
-        log: Logger,
-        watch: Watch,
+        self, hf: HfTrainer, hooks: Hooks, runner: ModelRunner, data: StepLoaders, log: Logger, watch: Watch
     ) -> None:
         self._hf, self._hooks, self._runner = hf, hooks, runner
         self._data, self._logger, self._watch = data, log, watch

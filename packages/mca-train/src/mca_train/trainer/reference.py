@@ -26,11 +26,7 @@ from mca_train.groups import Ranks
 from mca_train.losses.chunked import chunk_losses
 from mca_train.losses.label_smoothing import smooth_labels
 from mca_train.losses.options import adapter_reference_problems
-from mca_train.losses.preference import (
-    counted_sequences,
-    reference_problems,
-    sequence_logps,
-)
+from mca_train.losses.preference import counted_sequences, reference_problems, sequence_logps
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

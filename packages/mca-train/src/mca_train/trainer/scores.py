@@ -94,10 +94,7 @@ class ClassificationTrainer(ScoreTrainer):
     run_kind = "classify"
 
     def __init__(
-        self,
-        *,
-        problem_type: ProblemType = "single_label_classification",
-        **options: Unpack[TrainerOptions],
+        self, *, problem_type: ProblemType = "single_label_classification", **options: Unpack[TrainerOptions]
     ) -> None:
         self.metric_names = (SCORE_METRICS[problem_type],)
         self._problem_type = problem_type
