@@ -6,7 +6,7 @@ Writes short clips with soundfile, in each two tones of any loudness and length,
 `audios` column; makes a random Qwen2-Audio with a word tokenizer and a feature extractor; trains all of it on tensor
 parallel 2 (`mca-train sft`, 2 CPU ranks), which exports to Hugging Face format in the end; and lets transformers name
 both tones, in their order, in clips that were not used in training. A guess is right once in sixteen times. Takes about
-two minutes on 2 cores, and needs the extra `audio` of mca-train.
+two minutes on 2 free cores, and needs the extra `audio` of mca-train.
 """
 
 import argparse

@@ -6,7 +6,7 @@ Draws short clips with PyAV, in each a square of one colour that moves in one di
 with a `videos` column; makes a random Qwen2.5-VL with a word tokenizer and a video processor; trains all of it on
 pipeline 2 (`mca-train sft`, 2 CPU ranks), which exports to Hugging Face format in the end; and lets transformers name
 colour and direction in clips that were not used in training. No single frame shows a direction. A guess is right once
-in sixteen times. Takes about two minutes on 2 cores, and needs the extra `video` of mca-train.
+in sixteen times. Takes about two minutes on 2 free cores, and needs the extra `video` of mca-train.
 """
 
 import argparse

@@ -38,3 +38,4 @@ def test_layouts_have_the_same_and_other_weights_another(layout: str, tmp_path: 
     found |= {*run_ranks(world_size(layout), fingerprints, base, layout)}
     ((first, changed, again),) = found
     assert first == again != changed
+    assert max(abs(first), abs(changed)) > 1 << 40, "sums of 64 bits"

@@ -37,7 +37,7 @@ ELSEWHERE = {
     "docs/contribute.md": "its commands are tests, which run anyway, and test_add_a_layer.py runs its example",
 }
 RUN_UP_TO = {"docs/vision.md": "\n## Videos\n"}
-"""Headings from which test_quick_starts.py plans the runs of a page, and the examples that it names are run."""
+"""Headings from which test_quick_starts.py plans the runs of a page, and the examples that it shows are run."""
 EXAMPLE_SECONDS = 120
 """Of a processor, for all commands of an example: each job is promised to take a minute on two of them.
 
@@ -291,13 +291,23 @@ def test_what_a_page_shows_runs(page, place, tmp_path, monkeypatch, capfd):
         assert _processor_seconds() - before < EXAMPLE_SECONDS
 
 
+def _section(heading: str) -> str:
+    """The printed lines that a section of docs/vision.md shows."""
+    text = (ROOT / "docs" / "vision.md").read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    return "".join(shown for language, shown in BLOCK.findall(text) if language == "text")
+
+
 @pytest.mark.qualify
-@pytest.mark.parametrize("name", ["vision", "video", "audio"])
-def test_a_model_learns_to_see_and_hear(name, tmp_path):
+@pytest.mark.parametrize(("name", "heading"), [("vision", ""), ("video", "Videos"), ("audio", "Audio")])
+def test_a_model_learns_to_see_and_hear(name, heading, tmp_path):
     command = [sys.executable, str(ROOT / "examples" / f"{name}.py"), "--output_dir", str(tmp_path / name)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=570, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "[ok]" in done.stdout
+    if heading:
+        shown = _section(heading)
+        assert "[ok]" in shown
+        assert not _not_printed(shown, done.stdout + done.stderr)
 
 
 def test_a_command_that_fails_and_a_snippet_that_does_not_run_are_caught(place, monkeypatch):

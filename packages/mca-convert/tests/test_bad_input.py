@@ -138,11 +138,14 @@ def twice(header: dict) -> bytes:
 
 NORM = "model.norm.weight"
 DAMAGES = {
-    "truncated": (truncate, "it is truncated"),
-    "empty": (lambda file: file.write_bytes(b""), "too few for a safetensors file"),
-    "huge header": (lambda file: file.write_bytes(struct.pack("<Q", 1 << 62) + b"{}"), "header claims"),
+    "truncated": (truncate, "it is truncated, copy or download it again"),
+    "empty": (lambda file: file.write_bytes(b""), "too few for a safetensors file; it is truncated, copy"),
+    "huge header": (
+        lambda file: file.write_bytes(struct.pack("<Q", 1 << 62) + b"{}"),
+        "(copy or download it again",
+    ),
     "big header": (lambda file: file.write_bytes(struct.pack("<Q", 99_000_000) + b"{}"), "header claims"),
-    "no json": (damage_header(lambda header: b"{" * 5000), "not valid JSON"),
+    "no json": (damage_header(lambda header: b"{" * 5000), "damaged, copy or download it again"),
     "list": (damage_header(lambda header: b"[1]"), "not a JSON object"),
     "no utf-8": (damage_header(lambda header: b'{"\xff": 1}'), "not valid JSON"),
     "trailing": (lambda file: file.write_bytes(file.read_bytes() + b"x"), "bytes after its last tensor"),
@@ -371,7 +374,7 @@ def test_damaged_mca_checkpoints(source: Path, tmp_path: Path, capsys) -> None:
     assert main(["--checkpoint_path", str(source), "--output_path", str(pristine), *flags]) == 0
     file = "iter_0000001/pp_001/tp_00.safetensors"
     damages: dict[str, tuple[Callable[[Path], object], str]] = {
-        "flipped": (lambda mca: flip_byte(mca / file, -9), "its checksum is"),
+        "flipped": (lambda mca: flip_byte(mca / file, -9), "damaged, copy or download it again"),
         "truncated": (lambda mca: truncate(mca / file), "it is truncated"),
         "missing": (lambda mca: (mca / file).unlink(), "no such file"),
         "swapped": (

@@ -16,6 +16,8 @@ from mca_config.types import JsonObject, Typed
 
 MAX_TEXT_BYTES = 256 << 20
 """Largest text that is parsed; the index of a model with a million tensors has half of it."""
+COPY_AGAIN = "copy or download it again"
+"""Remedy in the messages about damaged files."""
 _DEEPEST = 64  # nesting levels of JSON; a configuration has five
 
 

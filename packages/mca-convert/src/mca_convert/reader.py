@@ -10,7 +10,7 @@ from math import prod
 from pathlib import Path
 
 from mca_config.errors import McaError
-from mca_config.files import naming_read_errors, open_regular
+from mca_config.files import COPY_AGAIN, naming_read_errors, open_regular
 from mca_convert.fills import Chunk
 from mca_convert.pool import run_all
 from mca_models.storage.byte_ranges import Move
@@ -100,7 +100,8 @@ class SourceFile:
         crc = self._full_crc()
         if crc != self.crc32:
             raise McaError(
-                f"{self.path}: its checksum is {crc:08x}, the manifest says {self.crc32:08x}; the file is damaged"
+                f"{self.path}: its checksum is {crc:08x}, the manifest says {self.crc32:08x}; the file is damaged, "
+                f"{COPY_AGAIN}"
             )
 
     def _full_crc(self) -> int:

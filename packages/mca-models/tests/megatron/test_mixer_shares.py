@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mca_models.megatron.features import kimi_delta_attention
 from mca_models.megatron.features.kimi_delta_attention import KimiDeltaAttention
 from mca_models.megatron.features.lightning_attention import LightningAttention, decay_rates
 from mca_models.megatron.features.mamba import GatedNorm, HeadGroups, Mamba
@@ -176,3 +177,23 @@ def test_a_gated_norm_is_of_each_group(gate_first: bool) -> None:
         return weight * torch.cat(halves, -1)
 
     torch.testing.assert_close(norm(x, gate), normal(x * factor) if gate_first else normal(x) * factor)
+
+
+def test_kimi_decay_is_bounded_by_a_sigmoid_of_each_channels_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The logarithm of a channel's decay is ``bound * sigmoid(exp(A_log) * (fade + dt_bias))``."""
+    sizes = {"linear_low_rank_gates": False, "linear_decay_bound": -5.0, "linear_key_head_dim": 3}
+    sizes |= {"linear_num_key_heads": 4, "linear_conv_kernel_dim": 5}
+    mixer, found = made(KimiDeltaAttention, linear_attention=sizes), []
+    rates, bias = torch.tensor([0.5, 2.0]), torch.arange(6.0) / 7
+    mixer.A_log.data, mixer.dt_bias.data = rates.log(), bias
+
+    def keep(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, *rest: object) -> Tensor:
+        found.append(decay)
+        return value
+
+    monkeypatch.setattr(kimi_delta_attention, "delta_rule", keep)
+    mixed = torch.linspace(-2, 2, 2 * 32).view(2, 1, 32)
+    mixer._sequence(mixed)
+    steps = mixed[:, :, 20:26] + bias
+    expected = -5 / (1 + torch.exp(-steps.unflatten(-1, (2, 3)) * rates[:, None]))
+    torch.testing.assert_close(found[0], expected.transpose(0, 1))

@@ -406,3 +406,13 @@ def test_a_folder_that_was_moved_or_replaced_is_not_in_its_place(tmp_path: Path)
     assert not folder.is_in_place()
     folder.remove()
     assert [path.name for path in tmp_path.iterdir()] == ["moved"] and folder.fd == -1
+
+
+def test_a_folder_is_idle_since_its_newest_file_changed(tmp_path: Path) -> None:
+    (tmp_path / "inside").mkdir()
+    for age, name in ((500, "inside/old"), (100, "inside/new"), (300, "file")):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (time.time() - age,) * 2)
+    for folder in (tmp_path / "inside", tmp_path):
+        os.utime(folder, (time.time() - 900,) * 2)
+    assert 99 < staging_folder._idle_seconds(tmp_path) < 200

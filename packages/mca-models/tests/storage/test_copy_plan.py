@@ -2,13 +2,24 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mca_models.storage.copy_plan import HF, Rule, Side, _blocks_per_row, part_shapes, plan_moves
+from mca_models.storage.copy_plan import (
+    HF,
+    Rule,
+    Side,
+    _blocks_per_row,
+    _keeps_pairs,
+    _Numbering,
+    part_shapes,
+    plan_moves,
+)
 from mca_models.storage.source import copy_move
 from mca_models.weights import (
     COLUMN,
@@ -231,3 +242,31 @@ def test_a_row_has_few_blocks_that_every_side_keeps_whole(
     """Blocks come in pairs, for each shard of a row and each of its segments."""
     rule = Rule.from_param(Param(mca="x", hf=("x",), shard=shard))
     assert _blocks_per_row(rule, whole, sides) == blocks
+
+
+@pytest.mark.parametrize(
+    ("parts", "kept"),
+    [
+        ([[[0, 1, 2, 3]]], True),
+        ([[[2, 3]], [[0, 1]]], True),
+        ([[[-1, -1, 0, 1]]], True),  # zeros
+        ([[[0, 2, 1, 3]]], False),
+        ([[[0, 3]]], False),
+        ([[[1, 2]]], False),
+        ([[[-1, 0]]], False),
+        ([[[0, 1, 2]]], False),
+        ([[0, 1]], False),
+    ],
+)
+def test_pairs_of_blocks_are_kept_if_each_begins_at_an_even_one(
+    parts: list[list[list[int]]], kept: bool
+) -> None:
+    assert _keeps_pairs([np.array(part) for part in parts]) == kept
+
+
+@pytest.mark.parametrize("blocks", [(6,), (2, 6), (5, 2, 6)])
+def test_blocks_of_a_part_are_along_its_last_axis(blocks: tuple[int, ...]) -> None:
+    numbering: Any = SimpleNamespace(block_size=1)
+    assert _Numbering.true_shape(numbering, np.zeros(blocks)) == blocks
+    numbering.block_size = 4
+    assert _Numbering.true_shape(numbering, np.zeros(blocks)) == (*blocks[:-1], 24)

@@ -15,6 +15,9 @@ from mca_models.weights import Stage
 F, S, C, L = "full_attention", "sliding_attention", "chunked_attention", "linear_attention"
 
 
+MIMO = {"num_hidden_layers": 2, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+
+
 def family(name: str, function: str = "derive") -> Any:
     return getattr(import_module(f"mca_models.templates.{name}"), function)
 
@@ -306,6 +309,16 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
         family("minimax_m2"),
         {"rotary_dim": 64, "head_dim": 256, "rope_parameters": {"partial_rotary_factor": 0.75}},
         {"rotary_percent": 0.75},
+    ),
+    "mimo_v2_flash counts the query too": (
+        family("mimo_v2_flash"),
+        {**MIMO, "sliding_window_size": 7, "sliding_window": 3},
+        {"window_size": 8},
+    ),
+    "mimo_v2_flash without that number": (
+        family("mimo_v2_flash"),
+        {**MIMO, "sliding_window": 3},
+        {"window_size": 3},
     ),
     "minimax_m2 without either": (family("minimax_m2"), {"head_dim": 128}, {"rotary_percent": 1.0}),
     "layers with experts behind the first": (

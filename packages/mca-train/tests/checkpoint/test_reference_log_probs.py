@@ -72,3 +72,17 @@ def test_a_reference_is_known_by_its_weights_and_its_settings(monkeypatch: pytes
     assert name(2, dtype="float32", rotary_base=10000) != first
     assert len({first, name(dtype="bfloat16", rotary_base=10000), name(dtype="float32", rotary_base=9)}) == 3
     assert len({name(), name(adapter=1), name(adapter=2)}) == 3
+
+
+def test_values_keep_their_64_bits(tmp_path: Any) -> None:
+    values = np.array([[-1 / 3, np.nan]])
+    saved = ReferenceLogProbs(tmp_path, "train", pairs(), "model")
+    saved.write(values)
+    found = saved.read()
+    assert found is not None and found.tobytes() == values.tobytes()
+
+
+@pytest.mark.parametrize("index", [-1, 1])
+def test_there_is_no_pair_before_the_first_or_behind_the_last(index: int) -> None:
+    with pytest.raises(IndexError):
+        pairs()[index]

@@ -174,8 +174,10 @@ def test_a_processor_is_found_where_transformers_exports_none_without_torchvisio
     assert isinstance(image_processors.image_processor([tmp_path]), PixtralImageProcessorPil)
 
 
-def test_images_of_any_size_have_the_tiles_of_lfm2_vl(tmp_path):
+@pytest.mark.parametrize("tile", [16, 24])
+def test_images_of_any_size_have_the_tiles_of_lfm2_vl(tile, tmp_path):
     kind, _ = lfm2_vl()
+    kind.processor.tile_size = tile
     kind.processor.save_pretrained(tmp_path)
     tokens = image_tokens(kind.config, (tmp_path,), kind.tokenizer)
     found = set()
@@ -497,3 +499,22 @@ def test_tiles_of_llama_4_are_counted_as_its_processor_cuts_them(size):
     assert grid.rows == len(cut["pixel_values"])
     assert tokens.ids(grid).count(9) == 4 * grid.rows
     assert tokens._made(cut) == [grid]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "span"),
+    [
+        ([5, 8, 9, 9, 7, 5], (1, 5)),
+        ([8, 9, 9, 7], (0, 4)),
+        ([5, 8, 9, 9, 5, 7], (1, 4)),
+        ([5, 5, 9, 9, 7, 5], (2, 5)),
+        ([9, 9], (0, 2)),
+    ],
+)
+def test_an_images_span_has_the_marks_that_are_there(tokens, span):
+    """Two placeholders 9, which marks 8 and 7 may enclose."""
+    image = SimpleNamespace(marks=lambda grid: ((8,), (7,)))
+    where = [place for place, token in enumerate(tokens) if token == 9]
+    grid = SimpleNamespace(medium="image")
+    sequence = SimpleNamespace(_split=lambda tokens, grids: [(grid, where)], _of=lambda medium: image)
+    assert MediaTokens.spans(sequence, tokens, [grid]) == [span]

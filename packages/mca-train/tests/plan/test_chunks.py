@@ -16,6 +16,7 @@ from mca_train.plan.chunks import (
     ChunkSpec,
     PassMemory,
     _boundary_tensors,
+    _recomputed_blocks,
     chunk_memory,
     forward_only_memory,
 )
@@ -211,3 +212,30 @@ def test_a_layers_backward_pass_has_gradients_of_embeddings_and_what_is_recomput
     spec = ChunkSpec(config, training, sizes, "local", False)
     dropped = 3 if again else 0
     assert spec.layer(0) == PassMemory(8 - dropped, 7, 11 + dropped + 2 * 17 * 2 * 13 * 4)
+
+
+@pytest.mark.parametrize(
+    ("method", "count", "kept"),
+    [
+        ("uniform", 1, [10, 10 + 10, 10, 10 + 10]),  # the second of a pair has the experts' output too
+        ("uniform", 2, [10, 10]),
+        ("uniform", 3, [10, 10 + 10]),
+        ("block", 2, [10, 10 + 10, 1, 1]),
+        ("block", 5, [10, 10 + 10, 10, 10 + 10]),
+    ],
+)
+def test_a_recomputed_block_keeps_its_inputs(method: str, count: int, kept: list[int]) -> None:
+    training: Any = SimpleNamespace(
+        recompute_num_layers=count, recompute_method=method, distribute_saved_activations=False
+    )
+    sizes: Any = SimpleNamespace(layout=SimpleNamespace(tp=2), moe=SimpleNamespace(shortcut=True))
+    model: Any = SimpleNamespace(training=training, sizes=sizes, hidden_bytes=10)
+    layers = [PassMemory(1, 2, 3)] * 4
+    assert [block.kept for block in _recomputed_blocks(model, layers)] == kept
+    sizes.moe = None
+    recomputed = min(len(kept), count) if method == "block" else len(kept)
+    assert [block.kept for block in _recomputed_blocks(model, layers)] == [10] * recomputed + kept[
+        recomputed:
+    ]
+    training.distribute_saved_activations = True
+    assert _recomputed_blocks(model, layers)[0].kept == 5

@@ -257,6 +257,18 @@ def test_a_search_tries_every_size_of_each_axis_that_a_model_and_its_devices_hav
     assert {each.cp for each in tried(8191)} == {1}
 
 
+@pytest.mark.parametrize(("layers", "uneven"), [(4, set()), (6, {(4, 1), (4, 2)}), (2, set())])
+def test_a_search_counts_ends_as_layers_only_where_layers_do_not_divide(
+    layers: int, uneven: set[tuple[int, int]]
+) -> None:
+    subject: Any = SimpleNamespace(
+        config=config_from_hf(LLAMA_8B).replace_fields(num_layers=layers), seq_length=512
+    )
+    found = [each for each in _layouts(subject, 8, 4) if each.account_for_loss_in_pipeline_split]
+    assert {(each.pp, each.vpp) for each in found} == uneven
+    assert not uneven or {each.tp for each in found} == {1, 2}
+
+
 def test_a_users_table_adds_a_device_or_changes_keys_of_one(tmp_path: Path) -> None:
     table = tmp_path / "mine.toml"
     table.write_text(MINE + "[devices.h100-80]\nnetwork_gb_s = 25\n[efficiency]\noverlapped = 0\n")

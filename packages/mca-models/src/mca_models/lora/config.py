@@ -270,7 +270,7 @@ def _problems(document: Values) -> Iterator[str]:
     for key, why in _REFUSED.items():
         if document.get(key):
             yield f"{key} is not supported: {why}"
-    start = document.get("init_lora_weights", True)
+    start = document.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
         yield (
             f"init_lora_weights {start!r} changed the base weights, so the adapter fits no published model; save it "

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from mca_config.errors import McaError
-from mca_config.files import naming_read_errors, open_regular
+from mca_config.files import COPY_AGAIN, naming_read_errors, open_regular
 from mca_config.types import JsonObject, Typed
 from mca_models.storage.dtypes import ITEM_SIZES, numpy_dtype
 from mca_models.weights.arrays import Contiguous, NumpyArray
@@ -80,7 +80,9 @@ class TensorInfo:
             file.seek(self.offset + start * row_bytes)
             buffer: Contiguous = out.reshape(-1).view(np.uint8)
             if file.readinto(buffer) != out.nbytes:
-                raise McaError(f"{self.file}: ended inside tensor {self.name}; the file is truncated")
+                raise McaError(
+                    f"{self.file}: ended inside tensor {self.name}; the file is truncated, {COPY_AGAIN}"
+                )
         return out
 
 
@@ -115,7 +117,9 @@ def _read_raw_header(file: Path) -> tuple[bytes, int, int]:
             size = os.fstat(stream.fileno()).st_size
             prefix = stream.read(8)
             if len(prefix) < 8:
-                raise McaError(f"{file}: {size} bytes are too few for a safetensors file; it is truncated")
+                raise McaError(
+                    f"{file}: {size} bytes are too few for a safetensors file; it is truncated, {COPY_AGAIN}"
+                )
             if prefix == b"version ":
                 raise McaError(
                     f"{file}: a git-lfs pointer, not the weights; fetch them with 'git lfs pull' in {file.parent}"
@@ -123,8 +127,8 @@ def _read_raw_header(file: Path) -> tuple[bytes, int, int]:
             (length,) = struct.unpack("<Q", prefix)
             if length > MAX_HEADER_BYTES or 8 + length > size:
                 raise McaError(
-                    f"{file}: its header claims {length} bytes, the file has {size}; it is truncated or not "
-                    "a safetensors file"
+                    f"{file}: its header claims {length} bytes, the file has {size}; it is truncated ({COPY_AGAIN}) "
+                    "or not a safetensors file"
                 )
             return stream.read(length), 8 + length, size
     except FileNotFoundError:
@@ -147,7 +151,7 @@ def _parse_json(file: Path, raw: bytes) -> JsonObject:
     except McaError:
         raise
     except (ValueError, RecursionError):  # too many digits are a ValueError too
-        raise McaError(f"{file}: the header is not valid JSON; the file is damaged") from None
+        raise McaError(f"{file}: the header is not valid JSON; the file is damaged, {COPY_AGAIN}") from None
     if not isinstance(entries, dict):
         raise McaError(f"{file}: the header is not a JSON object; the file is damaged")
     return entries
@@ -188,7 +192,7 @@ def _require_contiguous(file: Path, tensors: Iterable[TensorInfo], start: int, s
             raise McaError(f"{file}: tensor {info.name!r} {fault}; the file is damaged")
         position += info.nbytes
     if position != size:
-        what = "is truncated" if position > size else "has bytes after its last tensor"
+        what = f"is truncated, {COPY_AGAIN}" if position > size else "has bytes after its last tensor"
         raise McaError(f"{file}: the tensors end at byte {position}, the file at {size}; it {what}")
 
 

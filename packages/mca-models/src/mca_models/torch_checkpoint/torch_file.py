@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from mca_config.errors import McaError
-from mca_config.files import open_regular
+from mca_config.files import COPY_AGAIN, open_regular
 from mca_models.storage.dtypes import ITEM_SIZES
 from mca_models.storage.lazy_tensor import StridedTensor
 from mca_models.torch_checkpoint.allowed_globals import (
@@ -164,7 +164,7 @@ def read_archive(stream: BinaryIO, file: Path, start: int = 0, length: int | Non
     length = size - start if length is None else length
     if start < 0 or length < 0 or start + length > size:
         raise McaError(
-            f"{where}: {length} bytes are expected there, the file ends at {size}; it is truncated"
+            f"{where}: {length} bytes are expected there, the file ends at {size}; it is truncated, {COPY_AGAIN}"
         )
     stream.seek(start)
     _require_zip(stream.read(4), where)
