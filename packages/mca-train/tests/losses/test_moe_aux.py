@@ -218,7 +218,7 @@ def test_routers_get_their_losses_once_and_drop_tokens_themselves(
         assert (each.config is config) == (capacity is None), "other layers have the same configuration"
         assert each.routing.args == (each, "plain") and each.sinkhorn_load_balancing.args == (each, "even")
         assert each.routing.func is moe_aux._route and each.apply_z_loss.func is moe_aux._z_loss
-        assert each._apply_aux_loss.args == (each,)
+        assert each._apply_aux_loss.args == ("aux_loss", each)
     assert config.moe_expert_capacity_factor == capacity
     first = made[0].mca_aux_loss
     moe_aux.install_aux_losses(chunks)
@@ -229,10 +229,10 @@ def test_routers_get_their_losses_once_and_drop_tokens_themselves(
     assert prepared == ["with", "with"], "one router is enough"
 
 
-KINDS: dict[str, tuple[Any, str, str]] = {
-    "aux_loss": (moe_aux._aux_loss, "load_balancing_loss", "tp and cp"),
-    "seq_aux_loss": (moe_aux._seq_aux_loss, "seq_load_balancing_loss", "tp and cp"),
-    "global_aux_loss": (moe_aux._global_aux_loss, "global_load_balancing_loss", "tp, dp and cp"),
+KINDS = {
+    "aux_loss": ("load_balancing_loss", "tp and cp"),
+    "seq_aux_loss": ("seq_load_balancing_loss", "tp and cp"),
+    "global_aux_loss": ("global_load_balancing_loss", "tp, dp and cp"),
 }
 
 
@@ -242,7 +242,7 @@ def test_each_balancing_loss_is_of_the_tokens_of_its_group(
 ) -> None:
     """Two sequences of one token each and padding; another rank has the same tokens."""
     platform.prepare()
-    loss, name, group = KINDS[kind]
+    loss, (name, group) = moe_aux._ROUTER_METHODS[f"_apply_{kind}"], KINDS[kind]
     summed: list[Any] = []
     monkeypatch.setattr(
         moe_aux.groups, "sum_over", lambda own, group: summed.append((own.tolist(), group)) or 2 * own

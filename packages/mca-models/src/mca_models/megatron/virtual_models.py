@@ -431,12 +431,7 @@ class VirtualModels(torch.nn.Module):
             checksums: Record a CRC-32 of each tensor in the sender's manifest; its bytes pass through the CPU.
         """
         request = WeightRequest(
-            to=to,
-            bucket_bytes=bucket_bytes,
-            dtype=dtype,
-            fp8=fp8,
-            split_experts=split_experts,
-            merged=merged,
+            to=to, bucket_bytes=bucket_bytes, dtype=dtype, fp8=fp8, split_experts=split_experts, merged=merged
         )
         request.require_valid("weight_sender")
         return WeightSender(self, request, self._sender_piece(request), checksums=checksums)

@@ -6,12 +6,7 @@ from mca_config.model_config import McaModelConfig
 from mca_models.templates.config_table import SWIGLU_WITHOUT_BIASES, ConfigTable, Field, dense_fields
 from mca_models.templates.family import Family
 from mca_models.templates.parts.common import renamed
-from mca_models.templates.parts.moe import (
-    TRANSPOSED,
-    detect_stacked_experts,
-    moe_params,
-    shared_experts_lens,
-)
+from mca_models.templates.parts.moe import TRANSPOSED, detect_stacked_experts, moe_params, shared_experts_lens
 from mca_models.templates.parts.names import TRANSPOSED_EXPERTS, MoeNames
 from mca_models.weights import Param
 

@@ -23,17 +23,9 @@ FAMILY = vision_language_family(
     "audioflamingo3",
     "AudioFlamingo3ForConditionalGeneration",
     {"qwen2": get_family("qwen2")},
-    audio_model(
-        tensors,
-        lambda config, frames: -(-frames // 2) // 2,
-        mask="input_features_mask",
-        windows=20,
-    ),
+    audio_model(tensors, lambda config, frames: -(-frames // 2) // 2, mask="input_features_mask", windows=20),
     NestedTextConfig(
-        text_model_type="",
-        text_ties="nothing",
-        towers=("audio_config",),
-        defaults={"audio_token_id": 151669},
+        text_model_type="", text_ties="nothing", towers=("audio_config",), defaults={"audio_token_id": 151669}
     ),
     assumed=True,
 )

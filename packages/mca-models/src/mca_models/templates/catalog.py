@@ -38,32 +38,17 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
     "qwen2_moe": ("dense and MoE layers, a gated shared expert", "Megatron's"),
     "qwen3_moe": ("dense and MoE layers", "Megatron's"),
     "olmoe": ("MoE; QK-norm over all heads", "our norms"),
-    "minimax_m2": (
-        "sigmoid routing with expert bias; QK-norm over all heads, partial RoPE",
-        "our norms",
-    ),
-    "glm4_moe": (
-        "dense first layers, sigmoid routing with expert bias, partial RoPE, MTP",
-        "Megatron's",
-    ),
-    "deepseek_v3": (
-        "V3, R1: MLA, group-limited sigmoid routing, MTP",
-        "Megatron's",
-    ),
+    "minimax_m2": ("sigmoid routing with expert bias; QK-norm over all heads, partial RoPE", "our norms"),
+    "glm4_moe": ("dense first layers, sigmoid routing with expert bias, partial RoPE, MTP", "Megatron's"),
+    "deepseek_v3": ("V3, R1: MLA, group-limited sigmoid routing, MTP", "Megatron's"),
     "glm4_moe_lite": ("GLM 4.7 Flash: the same, dense layers anywhere", "Megatron's"),
     "axk1": ("A.X K1: DeepSeek V3's layers, a norm after MoE layers", "Megatron's, our norms"),
-    "deepseek_v2": (
-        "V2, Lite: MLA; groups chosen by their best expert",
-        "Megatron's, our router",
-    ),
+    "deepseek_v2": ("V2, Lite: MLA; groups chosen by their best expert", "Megatron's, our router"),
     "gpt_oss": (
         "attention sinks, alternating sliding windows, experts with biases and clamped SwiGLU",
         "our core attention",
     ),
-    "qwen3_next": (
-        "gated delta net, gated attention, zero-centered norms, MoE, MTP",
-        "our gated delta net",
-    ),
+    "qwen3_next": ("gated delta net, gated attention, zero-centered norms, MoE, MTP", "our gated delta net"),
     "qwen3_5_text": ("the same, dense, with other input projections", "our gated delta net"),
     "qwen3_5_moe_text": ("the same with MoE", "our gated delta net"),
     "glm4": ("pre- and post-norms, partial interleaved RoPE", "our norms"),
@@ -96,18 +81,12 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
     "gemma": ("zero-centered norms, scaled embeddings", "Megatron's with hooks"),
     "vaultgemma": ("Gemma 2 without post-norms", "our core attention"),
     "helium": ("interleaved RoPE", "Megatron's"),
-    "glm": (
-        "GLM 4 9B: interleaved RoPE in half of each head; gate and up in one tensor",
-        "Megatron's",
-    ),
+    "glm": ("GLM 4 9B: interleaved RoPE in half of each head; gate and up in one tensor", "Megatron's"),
     "ernie4_5": ("interleaved RoPE", "Megatron's"),
     "hyperclovax": ("Granite with post-norms", "our norms"),
     "youtu": ("MLA, dense", "Megatron's"),
     "dots1": ("DeepSeek V3's MoE, QK-norm for each head", "Megatron's"),
-    "exaone_moe": (
-        "DeepSeek V3's MoE; RoPE only in sliding-window layers",
-        "Megatron's, our core attention",
-    ),
+    "exaone_moe": ("DeepSeek V3's MoE; RoPE only in sliding-window layers", "Megatron's, our core attention"),
     "hy_v3": ("sigmoid routing with expert bias, QK-norm for each head", "Megatron's"),
     "solar_open": ("GLM 4.5's MoE in every layer", "Megatron's"),
     "granitemoe": ("Granite with stacked experts", "Megatron's with hooks"),
@@ -159,21 +138,12 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
     ),
     "granitemoe_swa": ("the same with MoE", "our core attention"),
     "mellum": ("Qwen 3's MoE, sliding windows, separate RoPE for each layer type", "our RoPE"),
-    "apertus": (
-        "xIELU, an activation with weights; no gate, QK-norm for each head",
-        "our activation",
-    ),
+    "apertus": ("xIELU, an activation with weights; no gate, QK-norm for each head", "our activation"),
     "olmo": ("LayerNorm without weights; `clip_qkv`", "our norms"),
     "nanochat": ("norms without weights, also of embeddings; squared ReLU, soft-capped logits", "our norms"),
-    "persimmon": (
-        "LayerNorm, also as QK-norm; biases everywhere, squared ReLU, partial RoPE",
-        "our norms",
-    ),
+    "persimmon": ("LayerNorm, also as QK-norm; biases everywhere, squared ReLU, partial RoPE", "our norms"),
     "gpt_neox": ("Pythia: parallel attention and MLP, each after a LayerNorm; partial RoPE", "our norms"),
-    "phi": (
-        "Phi 1, 1.5, 2: parallel attention and MLP after one LayerNorm; a bias on logits",
-        "our norms",
-    ),
+    "phi": ("Phi 1, 1.5, 2: parallel attention and MLP after one LayerNorm; a bias on logits", "our norms"),
     "gptj": ("the same; biases in the MLP only, interleaved RoPE", "our norms"),
     "falcon": ("with RoPE: parallel attention and MLP after one or two LayerNorms", "our norms"),
     "llama4_text": (
@@ -190,10 +160,7 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
         "sliding-window layers have attention sinks and twice the KV heads; `v_head_dim` below `head_dim`",
         "our heads and core attention",
     ),
-    "deepseek_v32": (
-        "DeepSeek V3 with DSA (lightning indexer), also in MTP layers",
-        "our core attention",
-    ),
+    "deepseek_v32": ("DeepSeek V3 with DSA (lightning indexer), also in MTP layers", "our core attention"),
     "glm_moe_dsa": ("GLM 5: the same with another RoPE in the indexer", "our core attention"),
     "mistral4": (
         "MLA, softmax routing, query temperature that grows with the position",
@@ -213,17 +180,11 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
         "Kimi delta attention (per-channel decay), MLA without RoPE, DeepSeek V3's MoE",
         "our Kimi delta attention",
     ),
-    "gpt2": (
-        "learned positions, LayerNorm, biases everywhere; transposed weights in files",
-        "Megatron's",
-    ),
+    "gpt2": ("learned positions, LayerNorm, biases everywhere; transposed weights in files", "Megatron's"),
     "bloom": ("ALiBi, LayerNorm, also of embeddings, biases everywhere", "our core attention and norms"),
     "gpt_bigcode": ("StarCoder 1: GPT-2 with multi-query attention", "Megatron's"),
     "opt": ("learned positions, LayerNorm, biases everywhere, ReLU", "Megatron's"),
-    "minicpm3": (
-        "MLA with non-interleaved RoPE, longrope, Granite's multipliers",
-        "Megatron's, our RoPE",
-    ),
+    "minicpm3": ("MLA with non-interleaved RoPE, longrope, Granite's multipliers", "Megatron's, our RoPE"),
     "minimax_m3_vl_text": (
         "MiniMax M3: block-sparse attention with an indexer in some layers; sigmoid routing with expert bias, clamped "
         "SwiGLU",
@@ -251,10 +212,7 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
         "LLaVA 1.5: `llama`, `mistral`, `qwen2` or `qwen3` with a CLIP or SigLIP vision model",
         "as of the text part",
     ),
-    "llava_next": (
-        "LLaVA 1.6: the same on tiles; `llama`, `mistral` or `qwen2`",
-        "as of the text part",
-    ),
+    "llava_next": ("LLaVA 1.6: the same on tiles; `llama`, `mistral` or `qwen2`", "as of the text part"),
     "vipllava": ("`llama` with a CLIP vision model, of which several layers are seen", "as of the text part"),
     "llava_onevision": (
         "`qwen2` with a SigLIP vision model; the only image of a sequence is cut into tiles",

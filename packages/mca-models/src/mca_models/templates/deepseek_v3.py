@@ -2,23 +2,10 @@
 
 from dataclasses import replace
 
-from mca_models.templates.config_table import (
-    NO_ATTENTION_BIAS,
-    SILU,
-    ConfigTable,
-    Fixed,
-)
+from mca_models.templates.config_table import NO_ATTENTION_BIAS, SILU, ConfigTable, Fixed
 from mca_models.templates.family import Family
-from mca_models.templates.parts.mla import (
-    INTERLEAVED,
-    MLA_FIELDS,
-    SIGMOID_MLA,
-    mla_moe_params,
-)
-from mca_models.templates.parts.moe import (
-    NORMALISED,
-    SIGMOID_ROUTER,
-)
+from mca_models.templates.parts.mla import INTERLEAVED, MLA_FIELDS, SIGMOID_MLA, mla_moe_params
+from mca_models.templates.parts.moe import NORMALISED, SIGMOID_ROUTER
 from mca_models.templates.parts.mtp import mtp_copies
 from mca_models.templates.parts.names import MoeNames
 

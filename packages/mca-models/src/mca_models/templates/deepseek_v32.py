@@ -6,16 +6,8 @@ from mca_config.model_config import McaModelConfig
 from mca_models.templates import get_family
 from mca_models.templates.config_table import Field
 from mca_models.templates.parts.common import inner
-from mca_models.templates.parts.mla import (
-    INTERLEAVED,
-    MLA_FIELDS,
-    SIGMOID_MLA,
-    latent_attention,
-)
-from mca_models.templates.parts.moe import (
-    MOE_LAYERS,
-    moe_params,
-)
+from mca_models.templates.parts.mla import INTERLEAVED, MLA_FIELDS, SIGMOID_MLA, latent_attention
+from mca_models.templates.parts.moe import MOE_LAYERS, moe_params
 from mca_models.templates.parts.names import MoeNames
 from mca_models.weights import Param
 

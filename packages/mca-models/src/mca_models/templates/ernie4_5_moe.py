@@ -49,11 +49,7 @@ CONFIG = ConfigTable(
         Field("moe_ffn_hidden_size", "moe_intermediate_size"),
         Field("moe_router_topk", "moe_k", 6),
     ),
-    defaults={
-        **ERNIE4_5.table.defaults,
-        "num_key_value_heads": 4,
-        "moe_intermediate_size": 1536,
-    },
+    defaults={**ERNIE4_5.table.defaults, "num_key_value_heads": 4, "moe_intermediate_size": 1536},
     constants={"rotary_interleaved": True, "moe_router_enable_expert_bias": True},
     fixed=(SILU, NO_BIAS, Fixed("moe_norm_min", (1e-12,), "a bound that no published model meets")),
     aliases={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},

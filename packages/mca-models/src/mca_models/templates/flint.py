@@ -14,12 +14,7 @@ from mca_models.templates.config_table import (
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
 from mca_models.templates.parts.common import in_fp32, renamed
-from mca_models.templates.parts.moe import (
-    SIGMOID_ROUTING,
-    SPARSE_LAYERS,
-    expert_fields,
-    moe_params,
-)
+from mca_models.templates.parts.moe import SIGMOID_ROUTING, SPARSE_LAYERS, expert_fields, moe_params
 from mca_models.templates.parts.names import MoeNames
 from mca_models.templates.parts.rope import FULL, SLIDING, write_layer_types
 from mca_models.templates.parts.sliding_window import rotated_windows

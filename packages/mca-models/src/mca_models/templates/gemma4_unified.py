@@ -22,11 +22,7 @@ _PROJECTION = "embedding_projection"
 PUBLISHED = Spelling(
     "model.language_model.",
     "lm_head.",
-    {
-        _PROJECTOR: f"model.{_VISION}",
-        _VISION: "model.vision_embedder.",
-        _AUDIO: f"model.{_AUDIO}",
-    },
+    {_PROJECTOR: f"model.{_VISION}", _VISION: "model.vision_embedder.", _AUDIO: f"model.{_AUDIO}"},
 )
 
 

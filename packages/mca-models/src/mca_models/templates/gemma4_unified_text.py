@@ -20,8 +20,5 @@ CONFIG = replace(
 )
 
 FAMILY = replace(
-    GEMMA4_TEXT,
-    model_type="gemma4_unified_text",
-    architecture="Gemma4UnifiedForCausalLM",
-    config=CONFIG,
+    GEMMA4_TEXT, model_type="gemma4_unified_text", architecture="Gemma4UnifiedForCausalLM", config=CONFIG
 )

@@ -4,9 +4,7 @@ from dataclasses import replace
 
 from mca_models.templates import get_family
 from mca_models.templates.parts.mla import SIGMOID_MLA
-from mca_models.templates.parts.moe import (
-    listed_moe_layers,
-)
+from mca_models.templates.parts.moe import listed_moe_layers
 
 DEEPSEEK_V3 = get_family("deepseek_v3")
 

@@ -11,10 +11,7 @@ from mca_models.templates import get_family
 from mca_models.templates.config_table import HfConfig, head_dim
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
-from mca_models.templates.parts.moe import (
-    AUX_LOSS,
-    GROUPED_EXPERTS,
-)
+from mca_models.templates.parts.moe import AUX_LOSS, GROUPED_EXPERTS
 from mca_models.templates.parts.passthrough import with_mtp_passthrough
 from mca_models.templates.parts.patch_merger import VISUAL, patches
 from mca_models.templates.parts.vision_language import vision_language_family
@@ -193,10 +190,6 @@ GLMGA = _family(  # GLM 4.6V under another type
 )
 GLM_OCR = with_mtp_passthrough(
     _family(
-        "glm_ocr",
-        "GlmOcrForConditionalGeneration",
-        ocr_text(),
-        video="seconds_after",
-        shapes=ocr_tensors,
+        "glm_ocr", "GlmOcrForConditionalGeneration", ocr_text(), video="seconds_after", shapes=ocr_tensors
     )
 )

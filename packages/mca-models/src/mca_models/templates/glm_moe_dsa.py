@@ -37,9 +37,4 @@ CONFIG = replace(
     facts=(Lens(require_indexers), *DEEPSEEK_V32.table.facts),
 )
 
-FAMILY = replace(
-    DEEPSEEK_V32,
-    model_type="glm_moe_dsa",
-    architecture="GlmMoeDsaForCausalLM",
-    config=CONFIG,
-)
+FAMILY = replace(DEEPSEEK_V32, model_type="glm_moe_dsa", architecture="GlmMoeDsaForCausalLM", config=CONFIG)

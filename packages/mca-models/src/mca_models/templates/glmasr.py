@@ -67,10 +67,7 @@ FAMILY = vision_language_family(
         positions=False,
     ),
     NestedTextConfig(
-        text_model_type="",
-        tied=True,
-        towers=("audio_config",),
-        defaults={"audio_token_id": 59260},
+        text_model_type="", tied=True, towers=("audio_config",), defaults={"audio_token_id": 59260}
     ),
     assumed=True,
 )

@@ -9,10 +9,7 @@ from mca_models.templates import get_family
 from mca_models.templates.config_table import ConfigTable, DropoutTogether, Field, Fixed
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
-from mca_models.templates.parts.common import (
-    fused_qkv,
-    renamed,
-)
+from mca_models.templates.parts.common import fused_qkv, renamed
 from mca_models.templates.parts.legacy import (
     BARE,
     GPT_DROPOUTS,

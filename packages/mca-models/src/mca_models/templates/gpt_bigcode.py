@@ -28,9 +28,7 @@ def write(values: Values) -> HfConfig:
 
 
 CONFIG = replace(
-    GPT2.table,
-    defaults={**GPT2.table.defaults, "activation_function": GELU},
-    facts=(Lens(derive, write),),
+    GPT2.table, defaults={**GPT2.table.defaults, "activation_function": GELU}, facts=(Lens(derive, write),)
 )
 
 

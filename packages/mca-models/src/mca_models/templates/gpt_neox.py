@@ -25,11 +25,7 @@ def derive(hf: HfConfig) -> JsonObject:
     base, share = hf.get("rotary_emb_base", 1e4), hf.get("rotary_pct", 0.25)
     rope = {**hf, "rope_theta": base, "partial_rotary_factor": share}
     side_by_side = hf.get("use_parallel_residual", True)
-    return {
-        **equal_heads(hf),
-        **read_rope(rope),
-        "parallel_block": "two_norms" if side_by_side else "none",
-    }
+    return {**equal_heads(hf), **read_rope(rope), "parallel_block": "two_norms" if side_by_side else "none"}
 
 
 def write(values: Values) -> HfConfig:

@@ -5,11 +5,7 @@ from mca_models.templates import get_family
 from mca_models.templates.config_table import NO_ATTENTION_BIAS, SILU, ConfigTable
 from mca_models.templates.family import Family
 from mca_models.templates.parts.common import attention, embedding, head
-from mca_models.templates.parts.moe import (
-    AUX_LOSS,
-    detect_stacked_experts,
-    expert_fields,
-)
+from mca_models.templates.parts.moe import AUX_LOSS, detect_stacked_experts, expert_fields
 from mca_models.templates.parts.stacked_experts import expert_layers
 from mca_models.weights import Param, expand_rules
 

@@ -57,11 +57,7 @@ def write(values: Values) -> HfConfig:
 
 
 CONFIG = ConfigTable(
-    fields=(
-        *GRANITE.table.fields,
-        Field("moe_router_topk", "num_experts_per_tok"),
-        *bamba_fields(),
-    ),
+    fields=(*GRANITE.table.fields, Field("moe_router_topk", "num_experts_per_tok"), *bamba_fields()),
     defaults={
         **{**BAMBA, "num_experts_per_tok": 2},
         **{"num_local_experts": 8, "shared_intermediate_size": 1024},

@@ -1,12 +1,7 @@
 """Hunyuan, dense: HF ``HunYuanDenseV1ForCausalLM``: QK-norm for each head, after RoPE."""
 
 from mca_config.model_config import McaModelConfig
-from mca_models.templates.config_table import (
-    NO_ATTENTION_BIAS,
-    SILU,
-    ConfigTable,
-    dense_fields,
-)
+from mca_models.templates.config_table import NO_ATTENTION_BIAS, SILU, ConfigTable, dense_fields
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
 from mca_models.templates.parts.common import dense_layers, renamed

@@ -77,10 +77,7 @@ FAMILY = vision_language_family(
     "Lfm3VlForConditionalGeneration",
     {"lfm3": get_family("lfm3")},
     VisionModel(
-        tensors=tensors,
-        spellings=(PUBLISHED, MODULES),
-        projector=(PROJECTOR,),
-        video_tokens="timestamps",
+        tensors=tensors, spellings=(PUBLISHED, MODULES), projector=(PROJECTOR,), video_tokens="timestamps"
     ),
     NestedTextConfig(
         text_model_type="",

@@ -15,15 +15,8 @@ from mca_models.templates.family import Family
 from mca_models.templates.parts.activations import BOTH, GELU, NO_BIAS, NO_BIDIRECTIONAL, RELU2, RELU2_MLP
 from mca_models.templates.parts.common import dense_layers
 from mca_models.templates.parts.multipliers import EMBEDDING_SCALE, FACTORS
-from mca_models.templates.parts.query_temperature import (
-    YARN,
-    query_temperature,
-)
-from mca_models.templates.parts.sliding_window import (
-    LISTED_WINDOWS,
-    ROTATED_WINDOWS,
-    SWITCHED_WINDOW,
-)
+from mca_models.templates.parts.query_temperature import YARN, query_temperature
+from mca_models.templates.parts.sliding_window import LISTED_WINDOWS, ROTATED_WINDOWS, SWITCHED_WINDOW
 
 
 def _llama_like(model_type: str, architecture: str, config: ConfigTable) -> Family:
@@ -35,14 +28,7 @@ _ALL = (
     _llama_like(
         "llama",
         "LlamaForCausalLM",
-        ConfigTable(
-            fields=dense_fields(),
-            fixed=(
-                SILU,
-                NO_ATTENTION_BIAS,
-                NO_MLP_BIAS,
-            ),
-        ),
+        ConfigTable(fields=dense_fields(), fixed=(SILU, NO_ATTENTION_BIAS, NO_MLP_BIAS)),
     ),
     # InternLM 3: Llama under its own `model_type`.
     _llama_like(
@@ -187,13 +173,7 @@ _ALL = (
     _llama_like(
         "granite",
         "GraniteForCausalLM",
-        ConfigTable(
-            fields=(
-                *dense_fields(),
-                *FACTORS,
-            ),
-            fixed=SWIGLU_WITHOUT_BIASES,
-        ),
+        ConfigTable(fields=(*dense_fields(), *FACTORS), fixed=SWIGLU_WITHOUT_BIASES),
     ),
     # Helium: Llama's weights; RoPE turns neighbouring channels.
     _llama_like(

@@ -5,17 +5,9 @@ from dataclasses import replace
 from mca_models.templates import get_family
 from mca_models.templates.config_table import Field
 from mca_models.templates.lens import Lens
-from mca_models.templates.parts.moe import (
-    SPARSE_LAYERS,
-    listed_moe_layers,
-)
+from mca_models.templates.parts.moe import SPARSE_LAYERS, listed_moe_layers
 from mca_models.templates.parts.passthrough import with_mtp_passthrough
-from mca_models.templates.parts.rope import (
-    PER_LAYER_TYPE,
-    derive_dual_rope,
-    layer_types,
-    write_dual_rope,
-)
+from mca_models.templates.parts.rope import PER_LAYER_TYPE, derive_dual_rope, layer_types, write_dual_rope
 
 QWEN3_MOE = get_family("qwen3_moe")
 
@@ -35,10 +27,5 @@ CONFIG = replace(
 )
 
 FAMILY = with_mtp_passthrough(
-    replace(
-        QWEN3_MOE,
-        model_type="mellum",
-        architecture="MellumForCausalLM",
-        config=CONFIG,
-    )
+    replace(QWEN3_MOE, model_type="mellum", architecture="MellumForCausalLM", config=CONFIG)
 )

@@ -69,12 +69,7 @@ def params(config: McaModelConfig) -> list[Param]:
         expand_rules(kinds[config.is_lightning_layer(layer)], layers=[layer])
         for layer in range(config.num_layers)
     )
-    return [
-        embedding(),
-        *chain.from_iterable(layers),
-        *mlp_layers(config, BLOCK_SPARSE),
-        *head(config),
-    ]
+    return [embedding(), *chain.from_iterable(layers), *mlp_layers(config, BLOCK_SPARSE), *head(config)]
 
 
 FAMILY = Family(

@@ -14,10 +14,7 @@ from mca_models.templates.parts.query_temperature import (
 
 DEEPSEEK_V3 = get_family("deepseek_v3")
 
-ROPE = {
-    **YARN,
-    **{"rope_theta": 1e4, "factor": 128.0, "original_max_position_embeddings": 8192},
-}
+ROPE = {**YARN, **{"rope_theta": 1e4, "factor": 128.0, "original_max_position_embeddings": 8192}}
 """Default of transformers where ``config.json`` has no rope."""
 
 

@@ -4,12 +4,7 @@ from functools import partial
 
 from mca_models.templates.config_table import SILU, ConfigTable, Field, dense_fields
 from mca_models.templates.family import Family
-from mca_models.templates.parts.moe import (
-    AUX_LOSS,
-    NO_JITTER,
-    expert_fields,
-    moe_params,
-)
+from mca_models.templates.parts.moe import AUX_LOSS, NO_JITTER, expert_fields, moe_params
 from mca_models.templates.parts.names import BLOCK_SPARSE
 
 CONFIG = ConfigTable(

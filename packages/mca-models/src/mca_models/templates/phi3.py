@@ -2,14 +2,7 @@
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Values
-from mca_models.templates.config_table import (
-    ORIGINAL,
-    SILU,
-    ConfigTable,
-    Field,
-    HfConfig,
-    dense_fields,
-)
+from mca_models.templates.config_table import ORIGINAL, SILU, ConfigTable, Field, HfConfig, dense_fields
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
 from mca_models.templates.parts.common import attention, dense_mlp, embedding, fused_mlp, fused_qkv, head

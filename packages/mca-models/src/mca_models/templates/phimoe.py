@@ -13,8 +13,7 @@ from mca_models.templates.parts.names import BLOCK_SPARSE
 from mca_models.templates.parts.rope import long_rope
 
 NAMES = replace(
-    BLOCK_SPARSE,
-    in_memory=(("block_sparse_moe.gate.", "mlp.router."), ("block_sparse_moe.", "mlp.")),
+    BLOCK_SPARSE, in_memory=(("block_sparse_moe.gate.", "mlp.router."), ("block_sparse_moe.", "mlp."))
 )
 _SCALES = ("short_mscale", "long_mscale")
 

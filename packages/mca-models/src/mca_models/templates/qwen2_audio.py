@@ -28,9 +28,7 @@ FAMILY = vision_language_family(
     "Qwen2AudioForConditionalGeneration",
     {"qwen2": get_family("qwen2").with_defaults(_DEFAULTS)},
     audio_model(
-        tensors,
-        lambda config, frames: ((frames - 1) // 2 - 1) // 2 + 1,
-        mask="feature_attention_mask",
+        tensors, lambda config, frames: ((frames - 1) // 2 - 1) // 2 + 1, mask="feature_attention_mask"
     ),
     NestedTextConfig(
         text_model_type="",

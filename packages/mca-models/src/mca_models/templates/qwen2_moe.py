@@ -5,12 +5,7 @@ from functools import partial
 from mca_models.templates.config_table import SILU, ConfigTable, Fixed, HfConfig, dense_fields
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
-from mca_models.templates.parts.moe import (
-    SHARED_WIDTH,
-    SPARSE_LAYERS,
-    expert_fields,
-    moe_params,
-)
+from mca_models.templates.parts.moe import SHARED_WIDTH, SPARSE_LAYERS, expert_fields, moe_params
 from mca_models.templates.parts.names import MoeNames
 from mca_models.templates.parts.rope import FULL, SLIDING
 from mca_models.templates.parts.sliding_window import window

@@ -11,13 +11,7 @@ from mca_models.templates.lens import Lens
 from mca_models.templates.parts.patch_merger import INSIDE, MERGERS, SPELLINGS, VISUAL, merger, patches
 from mca_models.templates.parts.sliding_window import window, write_window
 from mca_models.templates.parts.vision_language import vision_language_family
-from mca_models.templates.parts.vision_tower import (
-    Shapes,
-    VisionModel,
-    linear,
-    norm,
-    repeat_shapes,
-)
+from mca_models.templates.parts.vision_tower import Shapes, VisionModel, linear, norm, repeat_shapes
 from mca_models.templates.parts.vision_values import vision_values
 
 QWEN2 = get_family("qwen2")

@@ -5,11 +5,7 @@ from functools import partial
 from mca_models.templates.config_table import NO_ATTENTION_BIAS, SILU, ConfigTable, HfConfig, dense_fields
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
-from mca_models.templates.parts.moe import (
-    SPARSE_LAYERS,
-    expert_fields,
-    moe_params,
-)
+from mca_models.templates.parts.moe import SPARSE_LAYERS, expert_fields, moe_params
 from mca_models.templates.parts.names import MoeNames
 
 NAMES = MoeNames()

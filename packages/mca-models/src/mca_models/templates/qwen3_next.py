@@ -6,13 +6,7 @@ from mca_models.templates.config_table import NO_ATTENTION_BIAS, SILU, ConfigTab
 from mca_models.templates.family import Family
 from mca_models.templates.parts import gated_delta_net as delta
 from mca_models.templates.parts.common import attention, embedding, head
-from mca_models.templates.parts.moe import (
-    SHARED_WIDTH,
-    SPARSE_LAYERS,
-    expert_fields,
-    last_layer,
-    mlp_layers,
-)
+from mca_models.templates.parts.moe import SHARED_WIDTH, SPARSE_LAYERS, expert_fields, last_layer, mlp_layers
 from mca_models.templates.parts.mtp import mtp_params
 from mca_models.templates.parts.names import HF, MoeNames
 from mca_models.weights import Concat, GroupedHeads, Param, PerTensor

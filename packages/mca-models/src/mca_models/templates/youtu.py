@@ -1,20 +1,9 @@
 """Youtu-LLM: HF ``YoutuForCausalLM``: DeepSeek's MLA, no experts."""
 
-from mca_models.templates.config_table import (
-    NO_ATTENTION_BIAS,
-    SILU,
-    ConfigTable,
-    Field,
-    dense_fields,
-)
+from mca_models.templates.config_table import NO_ATTENTION_BIAS, SILU, ConfigTable, Field, dense_fields
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
-from mca_models.templates.parts.mla import (
-    INTERLEAVED,
-    LATENT_FIELDS,
-    key_channels,
-    mla_dense_params,
-)
+from mca_models.templates.parts.mla import INTERLEAVED, LATENT_FIELDS, key_channels, mla_dense_params
 
 DERIVED = ("kv_channels", "init_method_std")
 CONFIG = ConfigTable(

@@ -174,9 +174,8 @@ def remove_unfinished(output_dir: Path, prefix: str) -> None:
         McaError: It cannot be listed.
     """
     with naming_read_errors(output_dir):
-        entries = (
-            list(output_dir.iterdir()) if output_dir.is_dir() else []
-        )  # glob hides errors on Python 3.12
+        # glob hides errors on Python 3.12
+        entries = list(output_dir.iterdir()) if output_dir.is_dir() else []
     leftovers = [entry for entry in entries if fnmatch(entry.name, f"{prefix}-*.partial-*")]
     for leftover in leftovers:
         remove_leftovers(leftover.with_name(leftover.name.split(".partial-")[0]))

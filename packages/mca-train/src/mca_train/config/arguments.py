@@ -9,7 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from mca_config.errors import McaError
-from mca_config.types import JsonObject
+from mca_config.types import JsonObject, Typed
+
+
+def option(help: str, default: Typed = None) -> Typed:
+    """Return a dataclass field with a help text."""
+    return field(default=default, metadata={"help": help})
 
 
 class DefaultColumn(str):
@@ -37,9 +42,8 @@ class DataArguments:
             "help": "The model: a Hugging Face or MCA directory, or a model of the Hub (org/name, org/name@revision)."
         }
     )
-    tokenizer_name_or_path: str | None = field(
-        default=None,
-        metadata={"help": "Directory of the tokenizer, or a model of the Hub; None: the model's."},
+    tokenizer_name_or_path: str | None = option(
+        "Directory of the tokenizer, or a model of the Hub; None: the model's."
     )
     train_file: list[str] = field(
         default_factory=list,
@@ -56,104 +60,61 @@ class DataArguments:
         },
     )
     eval_file: list[str] = field(default_factory=list, metadata={"help": "Evaluation file(s), same formats."})
-    seq_length: int = field(
-        default=2048,
-        metadata={
-            "help": "Tokens per block (pretrain), of the longest sequence, or of a pack (sequence_packing). Longer "
-            "sequences are cut at the end."
-        },
+    seq_length: int = option(
+        "Tokens per block (pretrain), of the longest sequence, or of a pack (sequence_packing). Longer "
+        "sequences are cut at the end.",
+        2048,
     )
-    text_column: str = field(
-        default=DefaultColumn("text"),
-        metadata={"help": "Column with plain text (all kinds but dpo and reward)."},
+    text_column: str = option("Column with plain text (all kinds but dpo and reward).", DefaultColumn("text"))
+    prompt_column: str = option("Column with the prompt (sft, kto, dpo, reward).", DefaultColumn("prompt"))
+    completion_column: str = option("Column with the answer (sft, kto).", DefaultColumn("completion"))
+    tools_column: str = option(
+        "Column with the tools for the chat template (all kinds but pretrain).", DefaultColumn("tools")
     )
-    prompt_column: str = field(
-        default=DefaultColumn("prompt"), metadata={"help": "Column with the prompt (sft, kto, dpo, reward)."}
+    messages_column: str = option(
+        "Column with chat messages (sft, kto, classify).", DefaultColumn("messages")
     )
-    completion_column: str = field(
-        default=DefaultColumn("completion"), metadata={"help": "Column with the answer (sft, kto)."}
+    images_column: str = option(
+        "Column with the images of a row, for <image> and parts of type image.", DefaultColumn("images")
     )
-    tools_column: str = field(
-        default=DefaultColumn("tools"),
-        metadata={"help": "Column with the tools for the chat template (all kinds but pretrain)."},
+    videos_column: str = option(
+        "Column with the videos of a row, for <video> and parts of type video.", DefaultColumn("videos")
     )
-    messages_column: str = field(
-        default=DefaultColumn("messages"),
-        metadata={"help": "Column with chat messages (sft, kto, classify)."},
+    video_fps: float | None = option(
+        "Frames per second of a video that the model sees; None: those of the video processor, or 2 "
+        "(Qwen3-Omni: 1). MiniCPM-V always takes one frame a second: leave it out, or set 1."
     )
-    images_column: str = field(
-        default=DefaultColumn("images"),
-        metadata={"help": "Column with the images of a row, for <image> and parts of type image."},
+    video_max_frames: int | None = option(
+        "Most frames of a video that the model sees; None: those of the video processor (often 768)."
     )
-    videos_column: str = field(
-        default=DefaultColumn("videos"),
-        metadata={"help": "Column with the videos of a row, for <video> and parts of type video."},
+    video_max_seconds: float | None = option("Longest video of a row; a longer one is an error. None: any.")
+    use_audio_in_video: bool = option(
+        "Use the sound of videos, between their frames (Qwen2.5-Omni, Qwen3-Omni). Needs the extra audio.",
+        False,
     )
-    video_fps: float | None = field(
-        default=None,
-        metadata={
-            "help": "Frames per second of a video that the model sees; None: those of the video processor, or 2 "
-            "(Qwen3-Omni: 1). MiniCPM-V always takes one frame a second: leave it out, or set 1."
-        },
+    audios_column: str = option(
+        "Column with the audio clips of a row, for <audio> and parts of type audio.", DefaultColumn("audios")
     )
-    video_max_frames: int | None = field(
-        default=None,
-        metadata={
-            "help": "Most frames of a video that the model sees; None: those of the video processor (often 768)."
-        },
+    audio_max_seconds: float | None = option(
+        "Longest audio clip of a row; a longer one is an error. None: as the model hears."
     )
-    video_max_seconds: float | None = field(
-        default=None, metadata={"help": "Longest video of a row; a longer one is an error. None: any."}
+    image_folder: str | None = option(
+        "Directory that relative paths of media start from; None: the folder of the data file."
     )
-    use_audio_in_video: bool = field(
-        default=False,
-        metadata={
-            "help": "Use the sound of videos, between their frames (Qwen2.5-Omni, Qwen3-Omni). Needs the extra audio."
-        },
+    data_format: Literal["messages", "prompt_completion", "text", "alpaca", "sharegpt"] | None = option(
+        "Format of the rows (sft, kto; dpo and reward: alpaca or sharegpt); None: recognized by their "
+        "columns."
     )
-    audios_column: str = field(
-        default=DefaultColumn("audios"),
-        metadata={"help": "Column with the audio clips of a row, for <audio> and parts of type audio."},
+    max_train_samples: int | None = option("Rows of the training files to use; None: all.")
+    max_eval_samples: int | None = option("Rows of the evaluation files to use; None: all.")
+    preprocessing_num_workers: int | None = option("Processes that tokenize; None: one.")
+    tokenized_cache: str | None = option(
+        "Directory that keeps tokenized samples for other ranks and runs; None: tokenize again. They are "
+        "found by the content of the files and the settings."
     )
-    audio_max_seconds: float | None = field(
-        default=None,
-        metadata={"help": "Longest audio clip of a row; a longer one is an error. None: as the model hears."},
-    )
-    image_folder: str | None = field(
-        default=None,
-        metadata={
-            "help": "Directory that relative paths of media start from; None: the folder of the data file."
-        },
-    )
-    data_format: Literal["messages", "prompt_completion", "text", "alpaca", "sharegpt"] | None = field(
-        default=None,
-        metadata={
-            "help": "Format of the rows (sft, kto; dpo and reward: alpaca or sharegpt); None: recognized by their "
-            "columns."
-        },
-    )
-    max_train_samples: int | None = field(
-        default=None, metadata={"help": "Rows of the training files to use; None: all."}
-    )
-    max_eval_samples: int | None = field(
-        default=None, metadata={"help": "Rows of the evaluation files to use; None: all."}
-    )
-    preprocessing_num_workers: int | None = field(
-        default=None, metadata={"help": "Processes that tokenize; None: one."}
-    )
-    tokenized_cache: str | None = field(
-        default=None,
-        metadata={
-            "help": "Directory that keeps tokenized samples for other ranks and runs; None: tokenize again. They are "
-            "found by the content of the files and the settings."
-        },
-    )
-    streaming: bool = field(
-        default=False, metadata={"help": "Read the training files during training; needs max_steps."}
-    )
-    shuffle_buffer_size: int = field(
-        default=1000,
-        metadata={"help": "With streaming, size of the buffer from which rows are drawn; 1: in order."},
+    streaming: bool = option("Read the training files during training; needs max_steps.", False)
+    shuffle_buffer_size: int = option(
+        "With streaming, size of the buffer from which rows are drawn; 1: in order.", 1000
     )
 
     def __post_init__(self) -> None:
@@ -180,21 +141,16 @@ VIDEO_KEYS = ("video_fps", "video_max_frames", "video_max_seconds")
 class PairArguments(DataArguments):
     """Data arguments of a run on preference pairs."""
 
-    chosen_column: str = field(
-        default=DefaultColumn("chosen"), metadata={"help": "Column with the better answer."}
-    )
-    rejected_column: str = field(
-        default=DefaultColumn("rejected"), metadata={"help": "Column with the worse answer."}
-    )
+    chosen_column: str = option("Column with the better answer.", DefaultColumn("chosen"))
+    rejected_column: str = option("Column with the worse answer.", DefaultColumn("rejected"))
 
 
 @dataclass(kw_only=True)
 class RewardArguments(PairArguments):
     """Data arguments of a reward model."""
 
-    margin_column: str = field(
-        default=DefaultColumn("margin"),
-        metadata={"help": "Column with how much better the better answer is; may be missing."},
+    margin_column: str = option(
+        "Column with how much better the better answer is; may be missing.", DefaultColumn("margin")
     )
 
 
@@ -202,11 +158,9 @@ class RewardArguments(PairArguments):
 class ClassifyArguments(DataArguments):
     """Data arguments of texts with labels."""
 
-    label_column: str = field(
-        default=DefaultColumn("label"),
-        metadata={
-            "help": "Column with the class, labels or numbers (classify), or whether the answer is good (kto)."
-        },
+    label_column: str = option(
+        "Column with the class, labels or numbers (classify), or whether the answer is good (kto).",
+        DefaultColumn("label"),
     )
 
 
@@ -214,12 +168,9 @@ class ClassifyArguments(DataArguments):
 class LaunchArguments:
     """Number of ranks that ``mca-train`` starts on this machine. Ignored under torchrun."""
 
-    nproc_per_node: int | None = field(
-        default=None,
-        metadata={
-            "help": "Ranks to start on this machine; None: every visible GPU. Without a GPU it is the fewest that the "
-            "layout needs (one data-parallel replica)."
-        },
+    nproc_per_node: int | None = option(
+        "Ranks to start on this machine; None: every visible GPU. Without a GPU it is the fewest that the "
+        "layout needs (one data-parallel replica)."
     )
 
     def __post_init__(self) -> None:
@@ -231,11 +182,9 @@ class LaunchArguments:
 class LoraArguments:
     """A LoRA adapter to train instead of full fine-tuning."""
 
-    lora_rank: int | None = field(
-        default=None, metadata={"help": "Rank of a new adapter; None: full fine-tuning."}
-    )
-    lora_alpha: float = field(default=16, metadata={"help": "Scale: lora_alpha / lora_rank."})
-    lora_dropout: float = field(default=0.0, metadata={"help": "Dropout of the adapter's inputs."})
+    lora_rank: int | None = option("Rank of a new adapter; None: full fine-tuning.")
+    lora_alpha: float = option("Scale: lora_alpha / lora_rank.", 16)
+    lora_dropout: float = option("Dropout of the adapter's inputs.", 0.0)
     lora_target_modules: list[str] = field(
         default_factory=lambda: ["all-linear"],
         metadata={"help": "Hugging Face names of linears (q_proj, ...), or all-linear."},
@@ -248,12 +197,9 @@ class LoraArguments:
         default_factory=list,
         metadata={"help": "Modules that are trained completely and saved with the adapter."},
     )
-    use_rslora: bool = field(default=False, metadata={"help": "Scale by lora_alpha / sqrt(lora_rank)."})
-    adapter_name_or_path: str | None = field(
-        default=None,
-        metadata={
-            "help": "PEFT or MCA adapter to continue training instead of a new one, a directory or a Hub id."
-        },
+    use_rslora: bool = option("Scale by lora_alpha / sqrt(lora_rank).", False)
+    adapter_name_or_path: str | None = option(
+        "PEFT or MCA adapter to continue training instead of a new one, a directory or a Hub id."
     )
 
     def __post_init__(self) -> None:

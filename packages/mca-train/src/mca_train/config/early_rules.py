@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import cast
 
 from mca_config.training_checks import report_problems
-from mca_config.types import HfArguments, Typed, Values
+from mca_config.types import HfArguments, Typed
 
 _PACKAGES = {"azure_ml": ("azureml",), "tensorboard": ("tensorboard", "tensorboardX")}
 """Packages of which one must be installed, for names that differ from their package."""
@@ -145,9 +145,8 @@ def schedule_value_problems(args: HfArguments) -> Iterator[str]:
     if not isinstance(settings, dict):
         return
     member = schedule.name if isinstance(schedule, Enum) else schedule.upper()
-    if (by_metric := metric_schedules().get(member)) is not None:
-        yield from _metric_schedule_problems(by_metric, args, settings)
-    if (function := _schedule_functions().get(member)) is None:
+    function = (metric_schedules() | _schedule_functions()).get(member)
+    if function is None:
         return
     steps, base, warmup = checked_steps(args), float(args.learning_rate), args.warmup_steps
     warmup = int(warmup) if warmup >= 1 else math.ceil(steps * warmup)
@@ -157,24 +156,13 @@ def schedule_value_problems(args: HfArguments) -> Iterator[str]:
     try:
         check_schedule_settings(function, settings)
         with warnings.catch_warnings(action="ignore"):
-            rate = cast("Callable[[int], float]", function(**given, **settings))
-        check_rates(rate, base, warmup, steps)
+            made = function(**given, **settings)
+        if callable(made):  # a schedule that follows a metric is an object
+            check_rates(made, base, warmup, steps)
     except NameError:
-        return  # the source needs more than `_schedule_functions` provides
+        return  # the source needs more than the tables of schedules provide
     except SCHEDULE_ERRORS as error:
         yield schedule_problem(str(getattr(schedule, "value", schedule)), settings, error)
-
-
-def _metric_schedule_problems(schedule: type, args: HfArguments, settings: Values) -> Iterator[str]:
-    """Build a schedule that follows a metric, as `schedule_value_problems` does."""
-    kind = args.lr_scheduler_type
-    try:
-        check_schedule_settings(schedule, settings)
-        schedule(_Carrier(float(args.learning_rate)), **settings)
-    except NameError:
-        return  # the source needs more than `metric_schedules` provides
-    except SCHEDULE_ERRORS as error:
-        yield schedule_problem(str(getattr(kind, "value", kind)), settings, error)
 
 
 class _Carrier:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from mca_config.arguments import MegatronArguments
 from mca_config.errors import McaError, UsageError, list_problems, raise_problems
-from mca_config.layout import ParallelLayout, RankGrid
+from mca_config.layout import ParallelLayout
 from mca_config.model.head import HeadKind
 from mca_config.model_config import McaModelConfig
 from mca_models.checkpoint.hf_directory import dequantized_config, named_config_errors, read_config
@@ -116,8 +116,8 @@ def resolve_layout(arguments: MegatronArguments, config: McaModelConfig) -> Para
 
 
 def samples_per_step(training: "TrainingArguments", layout: ParallelLayout, world_size: int) -> int:
-    """Return the number of samples of a training step on ``world_size`` ranks."""
-    replicas = RankGrid(layout, world_size).data_parallel_size
+    """Return the number of samples of a training step on ``world_size`` ranks, of at least one replica."""
+    replicas = max(world_size // layout.model_parallel_size, 1)
     samples: int = training.per_device_train_batch_size * training.gradient_accumulation_steps
     return samples * replicas
 

@@ -64,9 +64,8 @@ class ModuleNames:
         if node is not None and not self._stack:
             return self._name_by_node.get(node._sequence_nr(), ""), True
         name = self._stack[-1] if self._stack else ""
-        self._name_by_node[torch._C._autograd._get_sequence_nr() - 1] = (
-            name  # the node of this operation exists already
-        )
+        # the node of this operation exists already
+        self._name_by_node[torch._C._autograd._get_sequence_nr() - 1] = name
         return name, False
 
     def _enter(self, module: torch.nn.Module, _: object) -> None:

@@ -29,9 +29,8 @@ from mca_train.launch.failures import End, done_mark, explain, report_failure
 
 _LONGEST = 107 - len("/listener-xxxxxxxx")  # bytes of a path of a folder for sockets
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_GRACE = (
-    1.0  # seconds to collect the exits that distinguish the first failed rank from those that it made fail
-)
+_GRACE = 1.0
+"""Seconds to collect the exits that distinguish the first failed rank from those that it made fail."""
 POLL = 0.02
 _LAST_WORDS = 10.0  # seconds in which a failed rank may flush buffers, while the others wait for it
 _PR_SET_PDEATHSIG = 1

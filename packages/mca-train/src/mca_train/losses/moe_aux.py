@@ -33,6 +33,8 @@ from mca_train.losses.moe_sequence_ids import decode_sequence_ids, mtp_router_de
 from mca_train.losses.token_loss import StepCounts
 from mca_train.types import Chunk, Router, Upstream
 
+_BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss")
+
 
 @dataclass
 class AuxLossState:
@@ -137,7 +139,7 @@ def _balancing_kinds(config: Upstream) -> set[str]:
     if isinstance(kinds, str):
         kinds, coefficients = [kinds], [coefficients]
     enabled = {kind for kind, value in zip(kinds, coefficients, strict=True) if value}
-    return enabled & {"aux_loss", "seq_aux_loss", "global_aux_loss"}
+    return enabled & {*_BALANCING}
 
 
 def count_expert_load(chunks: Iterable[torch.nn.Module], forward: Callable[[], object]) -> None:
@@ -209,41 +211,25 @@ def _routing_map(router: Router, logits: Tensor) -> Tensor:
     return result
 
 
-def _aux_loss(router: Router, probs: Tensor, scores: Tensor, routing_map: Tensor, **_: object) -> Tensor:
-    """Attach ``aux_loss``. Scores and routing map: ``[tokens, experts]``, 0 for padding."""
-    coefficient = router.get_aux_loss_coeff("aux_loss")
-    if not coefficient:
-        return probs
-    load = groups.sum_over(routing_map.sum(0), router.tp_cp_group)
-    return _attach(router, probs, "load_balancing_loss", _balance(router, scores, load), coefficient)
-
-
-def _seq_aux_loss(
-    router: Router, probs: Tensor, scores: Tensor, routing_map: Tensor, *_: object, **__: object
+def _balancing_loss(
+    kind: str, router: Router, probs: Tensor, scores: Tensor, routing_map: Tensor, *_: object, **__: object
 ) -> Tensor:
-    """Attach ``seq_aux_loss``."""
-    coefficient = router.get_aux_loss_coeff("seq_aux_loss")
+    """Attach the loss ``kind``. Scores and routing map: ``[tokens, experts]``, 0 for padding."""
+    coefficient = router.get_aux_loss_coeff(kind)
     if not coefficient:
         return probs
     state: AuxLossState = router.mca_aux_loss
-    sequences = _sequence_ids(state).clamp(min=0)
-    empty = torch.zeros(state.num_segments, routing_map.shape[1], device=routing_map.device)
-    load = groups.sum_over(empty.index_add(0, sequences, routing_map.float()), router.tp_cp_group)
-    value = _balance(router, scores, load, sequences)
-    return _attach(router, probs, "seq_load_balancing_loss", value, coefficient)
-
-
-def _global_aux_loss(
-    router: Router, probs: Tensor, scores: Tensor, routing_map: Tensor, **_: object
-) -> Tensor:
-    """Attach ``global_aux_loss``."""
-    coefficient = router.get_aux_loss_coeff("global_aux_loss")
-    if not coefficient:
-        return probs
-    load = router.mca_aux_loss.load
-    if load is None:
+    sequences, load = None, state.load
+    if kind == "seq_aux_loss":
+        sequences = _sequence_ids(state).clamp(min=0)
+        empty = torch.zeros(state.num_segments, routing_map.shape[1], device=routing_map.device)
+        load = groups.sum_over(empty.index_add(0, sequences, routing_map.float()), router.tp_cp_group)
+    elif kind == "aux_loss":
+        load = groups.sum_over(routing_map.sum(0), router.tp_cp_group)
+    elif load is None:
         load = groups.sum_over(routing_map.sum(0), router.tp_dp_cp_group)
-    return _attach(router, probs, "global_load_balancing_loss", _balance(router, scores, load), coefficient)
+    name = kind.replace("aux_loss", "load_balancing_loss")
+    return state.attach(probs, name, _balance(router, scores, load, sequences), coefficient)
 
 
 def _balance(router: Router, scores: Tensor, load: Tensor, sequences: Tensor | None = None) -> Tensor:
@@ -278,17 +264,13 @@ def _softmax_scores(router: Router) -> Tensor:
     return state.logits.softmax(-1, dtype=torch.float32) * counts
 
 
-def _attach(router: Router, probs: Tensor, name: str, value: Tensor, coefficient: float) -> Tensor:
-    state: AuxLossState = router.mca_aux_loss
-    return state.attach(probs, name, value, coefficient)
-
-
 def _z_loss(router: Router, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
     coefficient = router.config.moe_z_loss_coeff
     if coefficient is None or not router.training or not torch.is_grad_enabled():
         return logits
-    squares = torch.logsumexp(logits, -1).square() * (router.mca_aux_loss.segments >= 0)
-    return _attach(router, logits, "z_loss", squares.sum(), coefficient)
+    state: AuxLossState = router.mca_aux_loss
+    squares = torch.logsumexp(logits, -1).square() * (_sequence_ids(state) >= 0)
+    return state.attach(logits, "z_loss", squares.sum(), coefficient)
 
 
 def _count_for_bias(router: Router, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
@@ -311,9 +293,7 @@ def mask_expert_counts(chunks: Iterable[torch.nn.Module], kept: Tensor) -> None:
 
 
 _ROUTER_METHODS: Mapping[str, Callable[..., Tensor | None]] = {
-    "_apply_aux_loss": _aux_loss,
-    "_apply_seq_aux_loss": _seq_aux_loss,
-    "_apply_global_aux_loss": _global_aux_loss,
+    **{f"_apply_{kind}": partial(_balancing_loss, kind) for kind in _BALANCING},
     "apply_z_loss": _z_loss,
     "_apply_expert_bias": _count_for_bias,
 }

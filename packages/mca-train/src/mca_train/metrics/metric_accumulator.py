@@ -246,11 +246,3 @@ class SourceLosses(MetricAccumulator):
         mask = batch.loss_mask.flatten().double()
         for column, values in enumerate((losses.detach().flatten().double() * mask, mask)):
             self._sums[:, column].index_add_(0, token_sources, values)
-
-    def flush(self) -> dict[str, float]:
-        """Return the means and reset; collective."""
-        if not self.names:
-            return {}
-        self.end_step()
-        total = self._steps.flush(groups.sum_over_data).sum(0).reshape(-1, 2).tolist()
-        return {name: loss / count for name, (loss, count) in zip(self.names, total, strict=True) if count}

@@ -122,6 +122,10 @@ class Clips:
             "tower; --clips N, --clip_seconds S"
         )
 
+    def document(self) -> JsonObject:
+        """Return their part of the JSON object of a plan."""
+        return {"in_each_sequence": self.count, "frames": self.frames, "tokens_of_each": self.tokens}
+
     def lines(self, sizes: Sizes) -> list[SavedTensor]:
         """Return the tensors that a micro-batch's clips save for the backward pass."""
         if not self.trained & {"audio", "projector"}:

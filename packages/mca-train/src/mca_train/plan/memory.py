@@ -155,13 +155,13 @@ def plan_layout(
     plan_input: PlanInput, training: "TrainingArguments", layout: ParallelLayout, world_size: int
 ) -> Plan:
     """Plan ``plan_input`` on a layout."""
-    config, grid = plan_input.on(layout), RankGrid(layout, world_size)
+    grid = RankGrid(layout, world_size)
     accumulation = training.gradient_accumulation_steps
     batch = training.per_device_train_batch_size * accumulation * grid.data_parallel_size
-    model = _chunk_spec(plan_input, training, config, training.per_device_train_batch_size)
+    model = chunk_spec(plan_input, training, layout, training.per_device_train_batch_size)
     evaluating = None
     if plan_input.runs_forward_alone:
-        evaluating = _chunk_spec(plan_input, training, config, training.per_device_eval_batch_size)
+        evaluating = chunk_spec(plan_input, training, layout, training.per_device_eval_batch_size)
     return Plan(
         layout=layout,
         world_size=world_size,
@@ -178,9 +178,11 @@ def plan_layout(
     )
 
 
-def _chunk_spec(
-    plan_input: PlanInput, training: "TrainingArguments", config: McaModelConfig, micro_batch: int
+def chunk_spec(
+    plan_input: PlanInput, training: "TrainingArguments", layout: ParallelLayout, micro_batch: int
 ) -> ChunkSpec:
+    """Return what the memory and the time of a chunk depend on, in micro-batches of ``micro_batch`` samples."""
+    config = plan_input.on(layout)
     sizes = Sizes.for_training(
         config,
         training,

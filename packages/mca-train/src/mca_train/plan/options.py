@@ -6,83 +6,57 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mca_config.errors import UsageError
+from mca_config.types import Typed
 
 SCHEMA, VERSION = "mca-train/plan", 1
 """Schema and version in the JSON object of a plan."""
 
 
-def _flag(value: str, text: str) -> dict[str, str]:
-    return {"value": value, "help": text}
+def plan_option(value: str, help: str, default: Typed = None) -> Typed:
+    """Return a dataclass field with the placeholder of its value and a help text."""
+    return field(default=default, metadata={"value": value, "help": help})
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions:
     """Options of ``mca-train plan``; each field is a flag with its help text."""
 
-    gpus: int | None = field(
-        default=None,
-        metadata=_flag(
-            "N", "number of ranks to plan for; default: nproc_per_node, or the fewest that the layout needs"
-        ),
+    gpus: int | None = plan_option(
+        "N", "number of ranks to plan for; default: nproc_per_node, or the fewest that the layout needs"
     )
-    device: str | None = field(
-        default=None,
-        metadata=_flag(
-            "NAME",
-            "device to plan for (h100-80, h200, b200, gb200, ... or gib:N): shows what fits and what would",
-        ),
+    device: str | None = plan_option(
+        "NAME",
+        "device to plan for (h100-80, h200, b200, gb200, ... or gib:N): shows what fits and what would",
     )
-    hardware: Path | None = field(
-        default=None,
-        metadata=_flag(
-            "FILE",
-            "TOML file that adds devices to the table or changes them, in the form of plan/hardware.toml",
-        ),
+    hardware: Path | None = plan_option(
+        "FILE", "TOML file that adds devices to the table or changes them, in the form of plan/hardware.toml"
     )
-    search: bool = field(default=False, metadata=_flag("", "look for the fastest layouts of --gpus devices"))
-    dry_run: bool = field(
-        default=False,
-        metadata=_flag(
-            "", "run one step with the run's own engine on fake tensors, for one rank of each stage"
-        ),
+    search: bool = plan_option("", "look for the fastest layouts of --gpus devices", False)
+    dry_run: bool = plan_option(
+        "", "run one step with the run's own engine on fake tensors, for one rank of each stage", False
     )
-    plot: Path | None = field(
-        default=None,
-        metadata=_flag("DIR", "draw the dry run: schedule, memory, layers, messages, as SVG and PNG"),
+    plot: Path | None = plan_option(
+        "DIR", "draw the dry run: schedule, memory, layers, messages, as SVG and PNG"
     )
-    json: bool = field(default=False, metadata=_flag("", "print one JSON object instead of text"))
-    images: int | None = field(
-        default=None,
-        metadata=_flag(
-            "N",
-            "number of images in each sequence of a model with a vision tower; default: one, if the run supports "
-            "images",
-        ),
+    json: bool = plan_option("", "print one JSON object instead of text", False)
+    images: int | None = plan_option(
+        "N",
+        "number of images in each sequence of a model with a vision tower; default: one, if the run supports "
+        "images",
     )
-    image_size: int | None = field(
-        default=None, metadata=_flag("PIXELS", "length of each side of an image; default: 448")
+    image_size: int | None = plan_option("PIXELS", "length of each side of an image; default: 448")
+    videos: int | None = plan_option(
+        "N", "number of videos in each sequence of a model that takes them; default: none"
     )
-    videos: int | None = field(
-        default=None,
-        metadata=_flag("N", "number of videos in each sequence of a model that takes them; default: none"),
+    video_frames: int | None = plan_option(
+        "FRAMES", "frames of a video that the model sees, before frames are merged; default: 32"
     )
-    video_frames: int | None = field(
-        default=None,
-        metadata=_flag(
-            "FRAMES", "frames of a video that the model sees, before frames are merged; default: 32"
-        ),
+    clips: int | None = plan_option(
+        "N",
+        "number of audio clips in each sequence of a model with an audio tower; default: one, if the run supports "
+        "audio",
     )
-    clips: int | None = field(
-        default=None,
-        metadata=_flag(
-            "N",
-            "number of audio clips in each sequence of a model with an audio tower; default: one, if the run supports "
-            "audio",
-        ),
-    )
-    clip_seconds: float | None = field(
-        default=None, metadata=_flag("SECONDS", "length of an audio clip; default: 30")
-    )
+    clip_seconds: float | None = plan_option("SECONDS", "length of an audio clip; default: 30")
 
     def __post_init__(self) -> None:
         if self.gpus is not None and self.gpus < 1:

@@ -121,9 +121,7 @@ def _larger(
         tp, pp = layout.tp * sizes.get("tp", 1), layout.pp * sizes.get("pp", 1)
         if layout.vpp > 1 and (training.microbatch_group_size_per_vp_stage or pp) < pp:
             continue
-        replicas = (
-            tp * pp // (layout.tp * layout.pp)
-        )  # each new replica takes the samples of this many old ones
+        replicas = tp * pp // (layout.tp * layout.pp)  # a new replica takes the samples of this many old ones
         changes: JsonObject = {"gradient_accumulation_steps": training.gradient_accumulation_steps * replicas}
         if tp != layout.tp:
             changes |= {"tensor_model_parallel_size": tp, "sequence_parallel": True}

@@ -8,12 +8,11 @@ from mca_config.model_config import McaModelConfig
 from mca_config.printable import counted
 from mca_config.types import JsonObject
 from mca_train.config.run_config import Settings
-from mca_train.plan.audio_memory import Clips
+from mca_train.plan.audio_memory import PlannedMedia
 from mca_train.plan.hardware import Device
 from mca_train.plan.memory import GIB, PARTS, Plan, StageNeeds
 from mca_train.plan.options import SCHEMA, VERSION
 from mca_train.plan.remedies import Remedy
-from mca_train.plan.vision_memory import Images
 
 _FP8 = "fp8          counted: {} of layers' weights, inputs of products; not counted: their scales"
 _LAYERS = {"local": "Megatron's own", "transformer_engine": "Transformer Engine's"}
@@ -21,7 +20,8 @@ _LAYERS = {"local": "Megatron's own", "transformer_engine": "Transformer Engine'
 
 def render(plan: Plan, settings: Settings, model: McaModelConfig, device: Device | None = None) -> str:
     """Render the plan as text, and mark the stages that exceed the memory of ``device``."""
-    training = settings.training
+    training, media = settings.training, plan.media or PlannedMedia()
+    named_media = (("images", media.images), ("videos", media.videos), ("audio", media.clips))
     suffix = " (LoRA)" if settings.lora.is_enabled else ""
     lines = [
         f"model        {model.model_type}, {plan.total_parameters:,} parameters, {counted(model.num_layers, 'layer')}"
@@ -33,9 +33,7 @@ def render(plan: Plan, settings: Settings, model: McaModelConfig, device: Device
         f"bubble       {plan.bubble:.1%} of a step",
         f"layers       {_LAYERS[plan.implementation]}"
         + (f", on {device.name}: {device.usable_gib:.1f} GiB usable" if device else ""),
-        *([f"images       {plan.media.images}"] if plan.media and plan.media.images else []),
-        *([f"videos       {plan.media.videos}"] if plan.media and plan.media.videos else []),
-        *([f"audio        {plan.media.clips}"] if plan.media and plan.media.clips else []),
+        *(f"{name:<12} {part}" for name, part in named_media if part),
         *([_FP8.format("two copies" if plan.fp8_copies > 1 else "one copy")] if plan.fp8_copies else []),
         "",
         *_table(plan, device),
@@ -104,7 +102,7 @@ def plan_document(
     plan: Plan, model: McaModelConfig, device: Device | None = None, remedies: Sequence[Remedy] = ()
 ) -> JsonObject:
     """Return the JSON object of ``plan``; sizes in bytes."""
-    layout = plan.layout
+    layout, media = plan.layout, plan.media or PlannedMedia()
     stages = [asdict(stage) | {"total": stage.total} for stage in plan.stages]
     if device is not None:
         limit = int(device.usable_gib * GIB)
@@ -128,31 +126,12 @@ def plan_document(
         "global_batch": plan.global_batch,
         "tokens_per_step": plan.tokens_per_step,
         "bubble": plan.bubble,
-        "images": _images_document(plan.media.images if plan.media else None),
-        "videos": _videos_document(plan.media.videos if plan.media else None),
-        "clips": _clips_document(plan.media.clips if plan.media else None),
+        "images": media.images and media.images.document(),
+        "videos": media.videos and media.videos.document(),
+        "clips": media.clips and media.clips.document(),
         "device": asdict(device) | {"usable_bytes": int(device.usable_gib * GIB)} if device else None,
         "stages": stages,
         "remedies": [
             {"changes": remedy.changes, "bytes": remedy.needs, "fits": remedy.fits} for remedy in remedies
         ],
     }
-
-
-def _videos_document(videos: Images | None) -> JsonObject | None:
-    if videos is None or videos.videos is None:
-        return None
-    number, tokens = videos.videos.videos, videos.count * videos.tokens
-    return {"in_each_sequence": number, "frames": videos.videos.frames, "tokens": tokens}
-
-
-def _clips_document(clips: Clips | None) -> JsonObject | None:
-    if clips is None:
-        return None
-    return {"in_each_sequence": clips.count, "frames": clips.frames, "tokens_of_each": clips.tokens}
-
-
-def _images_document(images: Images | None) -> JsonObject | None:
-    if images is None:
-        return None
-    return {"in_each_sequence": images.count, "pixels": images.pixels, "tokens_of_each": images.tokens}

@@ -10,12 +10,10 @@ from mca_config.layout import SIZE_FIELDS, ParallelLayout, RankGrid
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.templates.parts.moe import expert_sizes
-from mca_train.plan.chunks import ChunkSpec
 from mca_train.plan.counts import optimizer_shards
 from mca_train.plan.hardware import Hardware
-from mca_train.plan.memory import GIB, PlanInput, minimum_memory, plan_layout
+from mca_train.plan.memory import GIB, PlanInput, chunk_spec, minimum_memory, plan_layout
 from mca_train.plan.remedies import FULL, largest_stage, stages_over_limit, with_changes
-from mca_train.plan.sizes import Sizes
 from mca_train.plan.speed import StepTime, StepTimeModel
 
 if TYPE_CHECKING:
@@ -51,14 +49,10 @@ class Fit:
 
 
 @dataclass(frozen=True)
-class TimedLayout:
+class TimedLayout(Fit):
     """Layout that fits, with its predicted step time on ``gpus`` devices."""
 
-    changes: JsonObject
-    layout: ParallelLayout
     time: StepTime
-    needs: int
-    tokens: int
     gpus: int
 
     @property
@@ -108,7 +102,7 @@ def fitting_layouts(
 def with_step_time(plan_input: PlanInput, fit: Fit, gpus: int, hardware: Hardware) -> TimedLayout:
     """Return ``fit`` with the predicted time of its step."""
     time = predict_step_time(plan_input, fit.training, fit.layout, gpus, hardware)
-    return TimedLayout(fit.changes, fit.layout, time, fit.needs, fit.tokens, gpus)
+    return TimedLayout(**vars(fit), time=time, gpus=gpus)
 
 
 def predict_step_time(
@@ -121,16 +115,8 @@ def predict_step_time(
     roughly: bool = False,
 ) -> StepTime:
     """Predict the step time on a layout; ``roughly`` skips the simulation of the schedule."""
-    config, grid = plan_input.on(layout), RankGrid(layout, gpus)
-    sizes = Sizes.for_training(
-        config,
-        training,
-        plan_input.seq_length,
-        sequences=plan_input.sequences,
-        frozen=plan_input.adapter is not None,
-        on_gpu=plan_input.on_gpu,
-    )
-    model = ChunkSpec(config, training, sizes, plan_input.implementation, plan_input.on_gpu, plan_input.media)
+    grid = RankGrid(layout, gpus)
+    model = chunk_spec(plan_input, training, layout, training.per_device_train_batch_size)
     trained = plan_input.trained_by_stage(layout)
     share = optimizer_shards(training.use_distributed_optimizer, grid)
     return StepTimeModel(model, grid, hardware).step(

@@ -100,9 +100,8 @@ def _core(
         SavedTensor("log-sum-exp of attention", tokens * heads * SINGLE, _ATTENTION, "core_attn"),
         SavedTensor("attention's output", tokens * out * width, _ATTENTION),
     ]
-    if (
-        sizes.projection_input_width < width and not config.attention.attention_output_gate
-    ):  # otherwise it is the same tensor
+    # otherwise it is the same tensor
+    if sizes.projection_input_width < width and not config.attention.attention_output_gate:
         lines.append(
             SavedTensor("attention's output in fp8", tokens * out * sizes.projection_input_width, _PROJECTION)
         )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from mca_config.errors import UsageError
 from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
-from mca_config.types import Values
+from mca_config.types import JsonObject, Values
 from mca_models.media import tile_order
 from mca_models.templates import get_family
 from mca_models.templates.parts.layer_costs import SINGLE, SavedTensor
@@ -368,9 +368,17 @@ class Images:
             f"{trained} tower; --images N, --image_size PIXELS"
         )
 
+    def document(self) -> JsonObject:
+        """Return their part of the JSON object of a plan."""
+        if self.videos is None:
+            return {"in_each_sequence": self.count, "pixels": self.pixels, "tokens_of_each": self.tokens}
+        of_videos = {"in_each_sequence": self.videos.videos, "frames": self.videos.frames}
+        return of_videos | {"tokens": self.count * self.tokens}
+
     def lines(self, sizes: Sizes) -> list[SavedTensor]:
         """Return the tensors that a micro-batch's images save for the backward pass."""
         tower, patches = self.tower, float(sizes.sequences * self.patches)
+        where = f"transformers: {tower.kind}"
         merged = patches / self._patches_per_projected * tower.hidden * sizes.width
         found = []
         if "vision" in self.trained:
@@ -381,17 +389,13 @@ class Images:
             kept += scores * (SINGLE + sizes.width)  # softmax in fp32, and cast
             if tower.form == "sizes":  # mask of the patches of each image
                 kept += patches**2 * sizes.width
-            found = [SavedTensor("vision tower", kept, f"transformers: {tower.kind}")]
-            found.append(
-                SavedTensor("patches", patches * tower.values * sizes.width, f"transformers: {tower.kind}")
-            )
+            found = [SavedTensor("vision tower", kept, where)]
+            found.append(SavedTensor("patches", patches * tower.values * sizes.width, where))
         if self.trained & {"vision", "projector"}:
-            found.append(
-                SavedTensor("projector", 4 * tower.projectors * merged, f"transformers: {tower.kind}")
-            )
+            found.append(SavedTensor("projector", 4 * tower.projectors * merged, where))
             if tower.visual_vocab_size:
                 mixtures = patches / tower.merge**2 * tower.visual_vocab_size * (sizes.width + SINGLE)
-                found.append(SavedTensor("visual words", mixtures, f"transformers: {tower.kind}"))
+                found.append(SavedTensor("visual words", mixtures, where))
         return found
 
     def _block(self, sizes: Sizes) -> float:

@@ -11,12 +11,10 @@ import yaml
 
 from mca_config.errors import McaError, list_problems
 from mca_config.layout import SIZE_FIELDS, ParallelLayout
-from mca_config.model_config import McaModelConfig, training_dtype
+from mca_config.model_config import training_dtype
 from mca_config.printable import counted
 from mca_config.types import JsonObject, Values
 from mca_models.megatron.factory.transformer_config import Target, transformer_config
-from mca_train.config.model import resolve_layout
-from mca_train.config.run_config import Settings
 from mca_train.plan.hardware import Hardware
 from mca_train.plan.memory import GIB, PlanInput
 from mca_train.plan.remedies import with_changes
@@ -133,14 +131,6 @@ def without_layout(values: Values) -> Values:
 def with_one_rank(values: Values) -> Values:
     """Return ``values`` with all parallel sizes 1, because unset sizes mean those of an MCA checkpoint."""
     return {**without_layout(values), **dict.fromkeys(SIZE_FIELDS.values(), 1)}
-
-
-def samples_per_step(settings: Settings, model: McaModelConfig, gpus: int) -> int:
-    """Return the samples of a step with the layout of the configuration or ``model``, on ``gpus`` ranks."""
-    training = settings.training
-    replica = resolve_layout(training, model).model_parallel_size
-    samples: int = training.per_device_train_batch_size * training.gradient_accumulation_steps
-    return samples * max(gpus // replica, 1)
 
 
 def _problems(

@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,8 +14,7 @@ from mca_config.layout import ParallelLayout, RankGrid
 from mca_config.types import JsonObject, Values
 from mca_models.megatron import platform
 from mca_models.megatron.factory.transformer_config import Target, choose_implementation
-from mca_train.config.arguments import LaunchArguments
-from mca_train.config.model import planned_ranks
+from mca_train.config.model import planned_ranks, resolve_layout, samples_per_step
 from mca_train.config.run_config import Settings, with_directories
 from mca_train.plan.audio_memory import PlannedMedia
 from mca_train.plan.chunks import Implementation
@@ -77,14 +76,12 @@ def print_plan(task: Task | None, values: Values, where: str, options: PlanOptio
         with silent_arguments():
             return _search(task, values, settings, options, named=named)
     target = _target(settings, hardware)
-    findings = check(task, settings, _rank_counter(options), target)
+    findings = check(task, settings, lambda *run: options.gpus or planned_ranks(*run), target)
     if findings.impossible or findings.run is None:
-        _print_impossible(findings, options)
-        return 2
+        return _print_impossible(findings.impossible, options)
     media = _Media.from_run(findings.run, target, options)
     if media.impossible:
-        _print_impossible(replace(findings, impossible=media.refused), options)
-        return 2
+        return _print_impossible(media.refused, options)
     if options.plot is not None:
         from mca_train.plots.drawing import prepare_folder
 
@@ -113,17 +110,15 @@ def _search(task: Task, values: Values, settings: Settings, options: PlanOptions
     """Print the best layouts; the configuration's own layout only determines the samples of a step."""
     gpus = options.gpus or 1
     hardware = load_hardware(options.device or "h100-80", options.hardware)
-    requested = settings
+    requested = settings.training
     settings, findings = _possible(task, layout_search.with_one_rank(values), settings.where, hardware, gpus)
     if findings.impossible or findings.run is None:
-        _print_impossible(findings, options)
-        return 2
+        return _print_impossible(findings.impossible, options)
     run, target = findings.run, _target(settings, hardware)
     media = _Media.from_run(run, target, options)
     if media.impossible:
-        _print_impossible(replace(findings, impossible=media.refused), options)
-        return 2
-    batch = layout_search.samples_per_step(requested, run.model, gpus)
+        return _print_impossible(media.refused, options)
+    batch = samples_per_step(requested, resolve_layout(requested, run.model), gpus)
     plan_input = make_plan_input(
         run, _implementation(settings, hardware), hardware.device, media=media.counted
     )
@@ -172,15 +167,10 @@ def _without_device_options(run: Run) -> Run:
     return replace(run, settings=replace(run.settings, training=training))
 
 
-def _rank_counter(options: PlanOptions) -> Callable[[LaunchArguments, ParallelLayout], int]:
-    def ranks(launch: LaunchArguments, layout: ParallelLayout) -> int:
-        return options.gpus or planned_ranks(launch, layout)
-
-    return ranks
-
-
-def _print_impossible(findings: Findings, options: PlanOptions) -> None:
-    sys.stdout.write(options.render_impossible(findings.impossible))
+def _print_impossible(problems: Sequence[str], options: PlanOptions) -> int:
+    """Print the problems of a run that no hardware can run, and return the exit code."""
+    sys.stdout.write(options.render_impossible(problems))
+    return 2
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, cast
 
 from mca_config.errors import McaError
-from mca_train.config.arguments import ClassifyArguments, DataArguments
+from mca_train.config.arguments import ClassifyArguments, DataArguments, option
 from mca_train.losses.options import SCORE_METRICS
 from mca_train.tasks.task import Example, ScoreTask, data_format_problems
 
@@ -27,9 +27,8 @@ if TYPE_CHECKING:
 class Labels(ClassifyArguments):
     """Labels of the classification head."""
 
-    problem_type: Literal["single_label_classification", "multi_label_classification", "regression"] = field(
-        default="single_label_classification",
-        metadata={"help": "One class for each text, any number of labels, or numbers."},
+    problem_type: Literal["single_label_classification", "multi_label_classification", "regression"] = option(
+        "One class for each text, any number of labels, or numbers.", "single_label_classification"
     )
     labels: list[str] = field(
         default_factory=list,
@@ -37,9 +36,7 @@ class Labels(ClassifyArguments):
             "help": "Names of the labels; unset: those of the model's head, or LABEL_0, LABEL_1 and so on"
         },
     )
-    num_labels: int | None = field(
-        default=None, metadata={"help": "Number of labels, if they have no names; regression: 1."}
-    )
+    num_labels: int | None = option("Number of labels, if they have no names; regression: 1.")
 
     def __post_init__(self) -> None:
         super().__post_init__()

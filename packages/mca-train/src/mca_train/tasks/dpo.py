@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
 from mca_config.errors import McaError
-from mca_train.config.arguments import DataArguments, PairArguments
+from mca_train.config.arguments import DataArguments, PairArguments, option
 from mca_train.losses.options import PAIR_METRICS, REFUSED, LossType, pair_key_problems
 from mca_train.tasks.task import (
     AnswerTask,
@@ -45,30 +45,22 @@ class DpoArguments(ReferenceArguments):
         default="sigmoid",
         metadata={"help": "The loss; simpo and orpo need no reference model.", "refused": REFUSED},
     )
-    dpo_beta: float = field(
-        default=0.1,
-        metadata={
-            "help": "Strength of the KL penalty against the reference; orpo: weight of the odds ratio."
-        },
+    dpo_beta: float = option(
+        "Strength of the KL penalty against the reference; orpo: weight of the odds ratio.", 0.1
     )
-    dpo_label_smoothing: float = field(
-        default=0.0,
-        metadata={"help": "Assumed fraction of pairs in the wrong order (sigmoid, robust, exo_pair)."},
+    dpo_label_smoothing: float = option(
+        "Assumed fraction of pairs in the wrong order (sigmoid, robust, exo_pair).", 0.0
     )
-    simpo_gamma: float | None = field(
-        default=None,
-        metadata={"help": "simpo: margin by which the better answer should be better; None: 0.5."},
+    simpo_gamma: float | None = option(
+        "simpo: margin by which the better answer should be better; None: 0.5."
     )
-    rpo_alpha: float | None = field(
-        default=None,
-        metadata={"help": "Weight of the better answer's cross entropy, added to the loss; None: 0."},
+    rpo_alpha: float | None = option(
+        "Weight of the better answer's cross entropy, added to the loss; None: 0."
     )
-    precompute_ref_log_probs: bool = field(
-        default=False,
-        metadata={
-            "help": "Compute the reference's log-probabilities before training and keep them in output_dir. "
-            "No reference model is held in training."
-        },
+    precompute_ref_log_probs: bool = option(
+        "Compute the reference's log-probabilities before training and keep them in output_dir. "
+        "No reference model is held in training.",
+        False,
     )
 
     def __post_init__(self) -> None:

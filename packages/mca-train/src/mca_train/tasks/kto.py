@@ -1,11 +1,11 @@
 """``mca-train kto``: preference tuning on unpaired answers that are good or bad (`losses.kto`)."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from mca_config.errors import McaError
-from mca_train.config.arguments import ClassifyArguments, DataArguments
+from mca_train.config.arguments import ClassifyArguments, DataArguments, option
 from mca_train.losses.options import kto_key_problems, kto_step_problems
 from mca_train.tasks.sft import Sft
 from mca_train.tasks.task import Example, ReferenceArguments, adapter_reference_problems
@@ -27,11 +27,9 @@ if TYPE_CHECKING:
 class KtoArguments(ReferenceArguments):
     """Options of ``mca-train kto``."""
 
-    kto_beta: float = field(
-        default=0.1, metadata={"help": "Strength of the KL penalty against the reference."}
-    )
-    desirable_weight: float = field(default=1.0, metadata={"help": "Weight of good answers in the loss."})
-    undesirable_weight: float = field(default=1.0, metadata={"help": "Weight of bad answers in the loss."})
+    kto_beta: float = option("Strength of the KL penalty against the reference.", 0.1)
+    desirable_weight: float = option("Weight of good answers in the loss.", 1.0)
+    undesirable_weight: float = option("Weight of bad answers in the loss.", 1.0)
 
     def __post_init__(self) -> None:
         self._options()

@@ -1,11 +1,11 @@
 """``mca-train reward``: a reward model on preference pairs, with the Bradley-Terry loss (`losses.scores`)."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from mca_config.errors import McaError
-from mca_train.config.arguments import DataArguments, RewardArguments
+from mca_train.config.arguments import DataArguments, RewardArguments, option
 from mca_train.tasks.task import Example, ScoreTask, pair_format_problems
 
 if TYPE_CHECKING:
@@ -23,11 +23,8 @@ if TYPE_CHECKING:
 class RewardRunArguments:
     """Options of ``mca-train reward``."""
 
-    center_rewards_coefficient: float | None = field(
-        default=None,
-        metadata={
-            "help": "Weight of the squared sum of a pair's rewards, which keeps them around 0; None: 0."
-        },
+    center_rewards_coefficient: float | None = option(
+        "Weight of the squared sum of a pair's rewards, which keeps them around 0; None: 0."
     )
 
     def __post_init__(self) -> None:

@@ -6,11 +6,11 @@ A kind is a subclass in a module of this package and one line of `table`. ``data
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from mca_config.errors import UsageError
-from mca_train.config.arguments import DataArguments
+from mca_train.config.arguments import DataArguments, option
 from mca_train.losses import options
 from mca_train.losses.options import score_key_problems
 
@@ -294,11 +294,8 @@ class AnswerTask(Task):
 class ReferenceArguments:
     """Reference model."""
 
-    reference_model_name_or_path: str | None = field(
-        default=None,
-        metadata={
-            "help": "Directory of the reference; None: the initial model (with LoRA: without adapter)."
-        },
+    reference_model_name_or_path: str | None = option(
+        "Directory of the reference; None: the initial model (with LoRA: without adapter)."
     )
 
 

@@ -99,16 +99,14 @@ def _parts(heartbeats: Sequence[Heartbeat | None], silent: Sequence[int]) -> Ite
     missing = [rank for rank, heartbeat in enumerate(heartbeats) if heartbeat is None]
     if missing:
         yield f"{_ranks(missing)}: training has not started there"
-    for heartbeat in [
-        heartbeat for heartbeat in heartbeats if heartbeat is not None and heartbeat.rank in silent
-    ][:_SHOWN]:
+    known = [heartbeat for heartbeat in heartbeats if heartbeat is not None]
+    for heartbeat in [heartbeat for heartbeat in known if heartbeat.rank in silent][:_SHOWN]:
         yield (
             f"rank {heartbeat.rank} on {heartbeat.host} has stopped reporting (stopped process or lost machine); "
             f"its last report was in {heartbeat.what} of step {heartbeat.step}, {heartbeat.location}"
         )
-    alive = [heartbeat for heartbeat in heartbeats if heartbeat is not None and heartbeat.rank not in silent]
     groups: dict[tuple[int, str, bool], list[Heartbeat]] = {}
-    for heartbeat in alive:
+    for heartbeat in (heartbeat for heartbeat in known if heartbeat.rank not in silent):
         groups.setdefault((heartbeat.step, heartbeat.location, heartbeat.waits), []).append(heartbeat)
     if not missing and not silent:
         yield from _busy(groups)

@@ -3,11 +3,4 @@
 from mca_models.megatron.features.features import building, finish, positions, settings
 from mca_models.megatron.features.spec import adapted_block, adapted_prediction
 
-__all__ = [
-    "adapted_block",
-    "adapted_prediction",
-    "building",
-    "finish",
-    "positions",
-    "settings",
-]
+__all__ = ["adapted_block", "adapted_prediction", "building", "finish", "positions", "settings"]

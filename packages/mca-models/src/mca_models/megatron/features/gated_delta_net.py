@@ -16,13 +16,14 @@ from torch.nn.functional import silu, softplus
 from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron.features.delta_rule import delta_rule
-from mca_models.megatron.features.feature import Feature, LayerContext, SpecChanges
+from mca_models.megatron.features.feature import Feature
 from mca_models.megatron.features.kernels import find_kernel
 from mca_models.megatron.features.recurrent_layers import (
     CausalConvolution,
     SequenceMixer,
     linear_attention_settings,
     normed_linears,
+    spec_in_layers,
 )
 from mca_models.megatron.layers.norm import Norm
 from mca_models.megatron.names import Implementation
@@ -138,12 +139,11 @@ def _is_enabled(config: McaModelConfig) -> bool:
     return linear is not None and not linear.linear_channel_decay
 
 
-def _layer(context: LayerContext) -> SpecChanges:
-    if context.kind != "linear_attention":
-        return SpecChanges()
-    return SpecChanges({"self_attention": lambda _: delta_net_spec(context.config, context.implementation)})
-
-
 GATED_DELTA_NET = Feature(
-    name="gated delta net", enabled=_is_enabled, settings=linear_attention_settings, layer=_layer
+    name="gated delta net",
+    enabled=_is_enabled,
+    settings=linear_attention_settings,
+    layer=spec_in_layers(
+        "linear_attention", lambda context: delta_net_spec(context.config, context.implementation)
+    ),
 )

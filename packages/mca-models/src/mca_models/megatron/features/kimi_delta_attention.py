@@ -26,7 +26,7 @@ _PARTS_WITH_GATES = ["query", "key", "value", "write", "decay", "gate"]
 
 
 class KimiDeltaAttention(SequenceMixer):
-    """Kimi Delta Attention without its input norm, which is in the layer; `_module` mixes in ``MegatronModule``."""
+    """Kimi Delta Attention without its input norm, which is in the layer; `mixer_spec` mixes in ``MegatronModule``."""
 
     cut = ("A_log", "dt_bias", "conv1d.weight")
 

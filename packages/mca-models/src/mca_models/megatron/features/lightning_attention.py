@@ -74,7 +74,7 @@ class _GateNorm(FullWidthNorm):
 
 
 class LightningAttention(SequenceMixer):
-    """Lightning attention of one tensor rank's heads; `_module` mixes in ``MegatronModule``."""
+    """Lightning attention of one tensor rank's heads; `mixer_spec` mixes in ``MegatronModule``."""
 
     def __init__(
         self, config: MegatronConfig, model: McaModelConfig, column: Typed, row: Typed, **options: Typed

@@ -6,7 +6,6 @@ C, and gather it for each token. Context parallelism gathers the projected token
 """
 
 import math
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -20,7 +19,6 @@ from mca_models.megatron.features.delta_rule import chunks, decay_mask
 from mca_models.megatron.features.feature import (
     Context,
     Feature,
-    LayerContext,
     SpecChanges,
     change_self_attention,
 )
@@ -29,8 +27,9 @@ from mca_models.megatron.features.recurrent_layers import (
     CausalConvolution,
     SequenceMixer,
     mixer_projections,
-    normed_linears,
+    mixer_spec,
     separate_layer_states,
+    spec_in_layers,
 )
 from mca_models.megatron.layers.sharded import cut_parameter
 from mca_models.megatron.names import Implementation
@@ -155,7 +154,7 @@ class GatedNorm(torch.nn.Module):
 
 
 class Mamba(SequenceMixer):
-    """Mamba 2 layer with one tensor rank's heads; `_module` mixes in ``MegatronModule``."""
+    """Mamba 2 layer with one tensor rank's heads; `mixer_spec` mixes in ``MegatronModule``."""
 
     cut = (*_HEADS, "conv1d.weight", "conv1d.bias", "norm.weight")
     dt_bias: Tensor
@@ -217,17 +216,8 @@ class Mamba(SequenceMixer):
 
 def mamba_spec(implementation: Implementation, config: McaModelConfig) -> Spec:
     """Return the spec of a Mamba layer of ``config``, in place of attention or parallel to it."""
-    from megatron.core.transformer.spec_utils import ModuleSpec
-
-    column, row = normed_linears(implementation, norm=not given(config.mamba).mamba_parallel_attention)
-    return ModuleSpec(module=_module(), params={"model": config, "column": column, "row": row})
-
-
-@cache
-def _module() -> type:
-    from megatron.core.transformer.module import MegatronModule
-
-    return type("Mamba", (Mamba, MegatronModule), {})
+    norm = not given(config.mamba).mamba_parallel_attention
+    return mixer_spec(Mamba, config, implementation, norm=norm)
 
 
 def with_parallel_mamba(attention: type, model: McaModelConfig, implementation: Implementation) -> type:
@@ -274,12 +264,6 @@ def _parallel(context: Context) -> SpecChanges:
     )
 
 
-def _layer(context: LayerContext) -> SpecChanges:
-    if context.kind != "mamba":
-        return SpecChanges()
-    return SpecChanges({"self_attention": lambda _: mamba_spec(context.implementation, context.config)})
-
-
 def _start(name: str, shape: tuple[int, ...], seed: int) -> Tensor | None:
     """Return initial values of Mamba's per-head parameters: time steps of 0.001 to 0.1, and decay rates."""
     if name.endswith("dt_bias"):
@@ -299,7 +283,7 @@ MAMBA = Feature(
     name="Mamba",
     enabled=lambda config: config.mamba is not None,
     spec=_parallel,
-    layer=_layer,
+    layer=spec_in_layers("mamba", lambda context: mamba_spec(context.implementation, context.config)),
     start=_start,
     settings=separate_layer_states,
 )

@@ -21,13 +21,7 @@ from mca_models.megatron.features.feature import (
 )
 from mca_models.megatron.layers.norm import Norm, norm_with
 from mca_models.megatron.layers.sharded import ShardedModule, cut_parameter
-from mca_models.megatron.types import (
-    GptModel,
-    MegatronConfig,
-    MegatronModule,
-    Settings,
-    WithBias,
-)
+from mca_models.megatron.types import GptModel, MegatronConfig, MegatronModule, Settings, WithBias
 
 
 class FullWidthNorm(ShardedModule):

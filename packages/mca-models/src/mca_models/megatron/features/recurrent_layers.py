@@ -53,25 +53,14 @@ def apply_to_full_sequences(
 
 
 def mixer_in_layers(kind: str, mixer: type, *, norm: bool = True) -> Callable[[LayerContext], SpecChanges]:
-    """Return the change of a layer's spec that puts ``mixer`` in place of attention in layers of ``kind``.
+    """Return the change of a layer's spec that puts ``mixer`` in place of attention in layers of ``kind``."""
+    return spec_in_layers(
+        kind, lambda context: mixer_spec(mixer, context.config, context.implementation, norm=norm)
+    )
 
-    Args:
-        kind: Entry of ``layer_types``.
-        mixer: Module without its base class, Megatron's, which is imported when a layer is built.
-        norm: Fuse the norm before it into its first linear if the implementation can.
-    """
 
-    @cache
-    def module() -> type:
-        from megatron.core.transformer.module import MegatronModule
-
-        return type(mixer.__name__, (mixer, MegatronModule), {})
-
-    def spec(context: LayerContext) -> Spec:
-        from megatron.core.transformer.spec_utils import ModuleSpec
-
-        column, row = normed_linears(context.implementation, norm=norm)
-        return ModuleSpec(module=module(), params={"model": context.config, "column": column, "row": row})
+def spec_in_layers(kind: str, spec: Callable[[LayerContext], Spec]) -> Callable[[LayerContext], SpecChanges]:
+    """Return the change that puts ``spec`` in place of attention in layers of ``kind``, an entry of ``layer_types``."""
 
     def change(context: LayerContext) -> SpecChanges:
         if context.kind != kind:
@@ -79,6 +68,28 @@ def mixer_in_layers(kind: str, mixer: type, *, norm: bool = True) -> Callable[[L
         return SpecChanges({"self_attention": lambda _: spec(context)})
 
     return change
+
+
+def mixer_spec(mixer: type, config: McaModelConfig, implementation: Implementation, *, norm: bool) -> Spec:
+    """Return the spec of a mixer of ``config``.
+
+    Args:
+        mixer: Module without its base class, Megatron's, which is imported when a layer is built.
+        config: The model.
+        implementation: Implementation of its linears.
+        norm: Fuse the norm before it into its first linear if the implementation can.
+    """
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    column, row = normed_linears(implementation, norm=norm)
+    return ModuleSpec(module=_with_base(mixer), params={"model": config, "column": column, "row": row})
+
+
+@cache
+def _with_base(mixer: type) -> type:
+    from megatron.core.transformer.module import MegatronModule
+
+    return type(mixer.__name__, (mixer, MegatronModule), {})
 
 
 def separate_layer_states(config: McaModelConfig) -> Settings:

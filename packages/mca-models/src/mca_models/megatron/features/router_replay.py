@@ -290,8 +290,4 @@ def make_replayable(model: GptModel, config: McaModelConfig) -> None:
         model.router_choices.append((shape.layers.index(layer.layer_number - 1), router.router_replay))
 
 
-ROUTER_REPLAY = Feature(
-    name="replay of routed experts",
-    enabled=lambda config: True,
-    finish=make_replayable,
-)
+ROUTER_REPLAY = Feature(name="replay of routed experts", enabled=lambda config: True, finish=make_replayable)

@@ -199,7 +199,7 @@ class StepProjection(ShardedModule):
 
 
 class SelectiveScan(SequenceMixer):
-    """Mamba 1 layer with one tensor rank's channels; `_module` mixes in ``MegatronModule``."""
+    """Mamba 1 layer with one tensor rank's channels; `mixer_spec` mixes in ``MegatronModule``."""
 
     cut = ("A_log", "D", "conv1d.weight", "conv1d.bias")
 

@@ -25,7 +25,7 @@ _PARTS = ("gate_in", "gate_out", "inputs")
 
 
 class ShortConvolution(SequenceMixer):
-    """Gated short convolution of one tensor rank's channels; `_module` mixes in ``MegatronModule``."""
+    """Gated short convolution of one tensor rank's channels; `mixer_spec` mixes in ``MegatronModule``."""
 
     cut = ("conv1d.weight",)
 

@@ -22,12 +22,7 @@ from mca_models.megatron.layers.bidirectional_attention import bidirectional_att
 from mca_models.megatron.layers.sdpa import causal_attention
 from mca_models.megatron.layers.sharded import ShardedModule, cut_parameter
 from mca_models.megatron.layers.zigzag import rank_token_ranges, restore_token_order
-from mca_models.megatron.types import (
-    AttnMaskType,
-    GroupCollection,
-    MegatronConfig,
-    PackedSeqParams,
-)
+from mca_models.megatron.types import AttnMaskType, GroupCollection, MegatronConfig, PackedSeqParams
 
 PACKED_ENDS = "mca_ends"
 """Attribute of ``PackedSeqParams``: boundaries of the sequences as a list of numbers."""

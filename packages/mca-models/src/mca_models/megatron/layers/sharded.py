@@ -56,14 +56,7 @@ def cut_parameter(shape: tuple[int, ...], dtype: torch.dtype) -> torch.nn.Parame
 class ReplicatedLinear(ShardedModule):
     """``x W^T`` with the full W on every tensor rank; a sequence-parallel input stays sharded."""
 
-    def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        *,
-        config: MegatronConfig,
-        **_: object,
-    ) -> None:
+    def __init__(self, input_size: int, output_size: int, *, config: MegatronConfig, **_: object) -> None:
         super().__init__()
         self.config = config
         self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))

@@ -37,10 +37,7 @@ def mtp_spec(
     """Return the spec of the MTP layers of one chunk; None if it has none."""
     if not config.mtp_num_layers:
         return None
-    from megatron.core.models.gpt.gpt_layer_specs import (
-        get_gpt_decoder_layer_specs,
-        get_gpt_mtp_block_spec,
-    )
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs, get_gpt_mtp_block_spec
 
     engine = implementation == "transformer_engine"
     layers = get_gpt_decoder_layer_specs(config, engine, normalization=config.normalization)

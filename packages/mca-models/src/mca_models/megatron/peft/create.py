@@ -70,11 +70,7 @@ def _default_targets(model_type: str) -> list[str]:
 
 
 def get_peft_model(
-    models: VirtualModels,
-    config: PeftConfig,
-    *,
-    seed: int = 1234,
-    parts: Collection[Part] = TEXT,
+    models: VirtualModels, config: PeftConfig, *, seed: int = 1234, parts: Collection[Part] = TEXT
 ) -> PeftModels:
     """Attach a new LoRA adapter to ``models``; its values are the same on every layout for the same seed.
 

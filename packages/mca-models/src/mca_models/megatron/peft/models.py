@@ -16,14 +16,7 @@ from torch import Tensor
 from mca_config.errors import McaError
 from mca_config.layout import Coordinates
 from mca_config.types import JsonObject
-from mca_models.lora import (
-    Adapter,
-    AdapterConfig,
-    AdapterRules,
-    adapter_for,
-    write_mca_adapter,
-    write_peft,
-)
+from mca_models.lora import Adapter, AdapterConfig, AdapterRules, adapter_for, write_mca_adapter, write_peft
 from mca_models.lora.per_expert import per_expert_config, require_per_expert
 from mca_models.lora.rules import PREFIX
 from mca_models.megatron.distributed import parallel
@@ -42,12 +35,7 @@ from mca_models.megatron.peft.attach import (
 from mca_models.megatron.peft.compatibility import require_same
 from mca_models.megatron.peft.exchange import merged_piece, peft_tensors, receive_adapter, whole_adapter
 from mca_models.megatron.peft.initialization import is_trained, require_base_weights
-from mca_models.megatron.state.export import (
-    WeightBucket,
-    WeightRequest,
-    export_buckets,
-    packed_buckets,
-)
+from mca_models.megatron.state.export import WeightBucket, WeightRequest, export_buckets, packed_buckets
 from mca_models.megatron.state.load import load_local_weights
 from mca_models.megatron.state.save import save_hf, save_mca
 from mca_models.megatron.state.stream import Piece

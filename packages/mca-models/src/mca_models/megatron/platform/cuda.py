@@ -215,10 +215,7 @@ def _engine_on_cpu_needed() -> bool:
 
 def _apply_engine_on_cpu() -> None:
     modules: Upstream = sys.modules
-    for name in [
-        _ENGINE,
-        *(name for name in modules if name.startswith(f"{_ENGINE}.")),
-    ]:
+    for name in [_ENGINE, *(name for name in modules if name.startswith(f"{_ENGINE}."))]:
         modules[name] = None  # Python treats None as a missing module
 
 

@@ -190,11 +190,7 @@ def _dp_reshardable_no_grad_needed() -> bool:
 def _apply_dp_reshardable_no_grad() -> None:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    setattr(
-        DistributedOptimizer,
-        _LOAD,
-        torch.no_grad()(getattr(DistributedOptimizer, _LOAD)),
-    )
+    setattr(DistributedOptimizer, _LOAD, torch.no_grad()(getattr(DistributedOptimizer, _LOAD)))
 
 
 DP_RESHARDABLE_NO_GRAD = Patch(

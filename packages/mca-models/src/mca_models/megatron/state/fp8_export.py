@@ -25,10 +25,7 @@ def quantised(name: str, weight: Tensor) -> tuple[Tensor, Tensor]:
     scales = torch.empty(*weight.shape[:-2], *grid, dtype=torch.float32, device=weight.device)
     bands = max(_STEP // (BLOCK * columns), 1)
     for matrix, out, scale in zip(
-        weight.reshape(-1, rows, columns),
-        values.view(-1, rows, columns),
-        scales.view(-1, *grid),
-        strict=True,
+        weight.reshape(-1, rows, columns), values.view(-1, rows, columns), scales.view(-1, *grid), strict=True
     ):
         for band in range(0, grid[0], bands):
             cut = slice(band * BLOCK, (band + bands) * BLOCK)

@@ -7,14 +7,7 @@ from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_models.templates.parts.common import ATTN, inner
 from mca_models.templates.parts.gated_delta_net import fused
-from mca_models.templates.parts.layer_costs import (
-    CHUNK,
-    SINGLE,
-    LayerSizes,
-    MixerCosts,
-    SavedTensor,
-    norm,
-)
+from mca_models.templates.parts.layer_costs import CHUNK, SINGLE, LayerSizes, MixerCosts, SavedTensor, norm
 from mca_models.templates.parts.names import HF_ATTN
 from mca_models.weights import COLUMN, ROW, Concat, Param
 

@@ -1,10 +1,7 @@
 """Factors on embeddings, attention scores, residuals and logits."""
 
 from mca_config.types import JsonObject, Values
-from mca_models.templates.config_table import (
-    Field,
-    HfConfig,
-)
+from mca_models.templates.config_table import Field, HfConfig
 from mca_models.templates.lens import Lens
 from mca_models.templates.parts.activations import GELU
 
@@ -19,10 +16,7 @@ def scales(hf: HfConfig) -> JsonObject:
 
 def write_scale(values: Values) -> HfConfig:
     """Write the HF keys."""
-    return {
-        "hidden_activation": GELU,
-        "query_pre_attn_scalar": round((values["softmax_scale"] or 1.0) ** -2),
-    }
+    return {"hidden_activation": GELU, "query_pre_attn_scalar": round((values["softmax_scale"] or 1.0) ** -2)}
 
 
 def read_logit_scale(hf: HfConfig) -> JsonObject:

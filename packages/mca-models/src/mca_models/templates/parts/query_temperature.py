@@ -2,11 +2,7 @@
 
 from mca_config.errors import HfConfigError
 from mca_config.types import JsonObject, Values
-from mca_models.templates.config_table import (
-    ORIGINAL,
-    HfConfig,
-    read_rope,
-)
+from mca_models.templates.config_table import ORIGINAL, HfConfig, read_rope
 from mca_models.templates.lens import Lens
 
 _HEAT = {"beta": "llama_4_scaling_beta", "length": ORIGINAL}

@@ -423,12 +423,7 @@ class NestedTextConfig:
                 "mrope_interleaved": config.mrope.mrope_interleaved,
             }
             inside["rope_parameters"] = {**inside["rope_parameters"], **sections}
-        return {
-            **top,
-            "model_type": config.model_type,
-            "text_config": inside,
-            **(config.vision_fields or {}),
-        }
+        return {**top, "model_type": config.model_type, "text_config": inside, **(config.vision_fields or {})}
 
 
 def as_object(hf: HfConfig, key: str) -> JsonObject:
