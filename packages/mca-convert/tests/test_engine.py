@@ -20,6 +20,7 @@ from mca_models.storage.checksum import file_crc32
 from mca_models.storage.manifest import FileRecord
 from mca_models.storage.safetensors import plan_file, read_header
 from mca_models.storage.source import Part
+from mca_models.storage.writer import SafetensorsWriter
 from mca_models.weights import Param
 
 PARAM = Param(mca="x", hf=("x",))
@@ -108,3 +109,25 @@ def test_a_cast_that_overflows_is_reported_and_ends_the_work(tmp_path: Path) -> 
     with pytest.raises(McaError, match=r"^tensor w: 1e\+06 overflows fp16"):
         made.run(made.fill("F16"))
     assert made.noted == {"F16.safetensors"}
+
+
+def test_a_file_is_closed_after_its_last_byte_and_not_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files that are complete need neither a descriptor nor memory for pages while others are written."""
+    events: list[str] = []
+    close = SafetensorsWriter.close
+
+    def closing(writer: SafetensorsWriter) -> None:
+        events.append("closed")
+        close(writer)
+
+    monkeypatch.setattr(SafetensorsWriter, "close", closing)
+    made = Written(tmp_path)
+    fills = [made.fill("F32"), made.fill("BF16")]
+    plans = {each.file: plan_file(tmp_path / each.file, [("w", each.dtype, SHAPE)]) for each in fills}
+    limits = Limits(workers=1, memory=1 << 30)
+    Engine(plans, SourceFiles({}), limits, checksum=True, progress=lambda _: events.append("written")).run(
+        fills
+    )
+    assert events[:4] == ["written", "closed", "written", "closed"]

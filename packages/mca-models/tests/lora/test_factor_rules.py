@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import tiny_hf
+import tiny_vision
 import torch
 
 from mca_config.errors import McaError
@@ -144,6 +145,23 @@ def test_stored_names_decide_about_routed_experts_of_all_linear(stored: bool) ->
     names = [name for param in every for name in param.hf_names() if stored or ".experts." not in name]
     found = rules_from_names(config, adapter_of(target_modules="all-linear"), names)
     assert {param.hf_names()[0] for param in found.params} == set(names)
+
+
+def test_stored_names_decide_about_the_vision_model_of_all_linear() -> None:
+    config = config_from_hf(tiny_vision.described("qwen3_vl_moe"))
+    adapter = adapter_of(target_modules="all-linear")
+    names = [
+        name for param in rules_of(config, target_modules="all-linear").params for name in param.hf_names()
+    ]
+    seen = [name for name in names if ".visual." in name]
+    text = [name for name in names if name not in seen]
+
+    def vision_of(stored: list[str]) -> list[str]:
+        params = rules_from_names(config, adapter, stored).params
+        return [param.hf_names()[0] for param in params if ".visual." in param.hf_names()[0]]
+
+    assert seen and vision_of(names) == seen and not vision_of(text)
+    assert vision_of([*text, seen[0]]) == seen, "the others are missing, not the vision model"
 
 
 @pytest.mark.parametrize("settings", [{"target_parameters": STACKED}, {"target_parameters": ["gate.weight"]}])
