@@ -21,7 +21,7 @@ import pytest
 
 import forked_cli
 from harness import run_ranks
-from pages import BLOCK
+from pages import BLOCK, not_printed, printed_in
 from train_cases import tiny_checkpoint
 
 pytestmark = pytest.mark.ranks
@@ -61,7 +61,6 @@ NOT_RUN = (
     "mkdocs ",
 )
 """Beginnings of commands that install, lock, or need another machine."""
-_UNITS = {"min", "ms", "us", "KB", "MB", "GB", "MiB", "GiB"}
 _SMALL = {
     "max_steps": 4,
     "seq_length": 128,
@@ -89,18 +88,6 @@ def _commands(text: str) -> Iterator[str]:
 
 def _is_run(command: str) -> bool:
     return not command.startswith(NOT_RUN)
-
-
-def _words(line: str) -> tuple[str, ...]:
-    """Return the words of a printed line that are the same in every run, without numbers and units."""
-    return tuple(word for word in re.findall(r"[A-Za-z_]{2,}", line) if word not in _UNITS)
-
-
-def _not_printed(shown: str, printed: str) -> list[str]:
-    """The lines of ``shown`` with which no line of ``printed`` begins."""
-    found = {_words(line) for line in printed.splitlines()}
-    begun = {words[:count] for words in found for count in range(len(words) + 1)}
-    return [line for line in shown.splitlines() if _words(line) not in begun]
 
 
 def _small(text: str) -> str:
@@ -286,15 +273,9 @@ def test_what_a_page_shows_runs(page, place, tmp_path, monkeypatch, capfd):
         run_ranks(1, _execute, "\n".join(snippets), name, process_group=False, timeout=240)
     printed += "\n".join(capfd.readouterr())
     shown = "".join(text for language, text in blocks if language == "text")
-    assert not _not_printed(shown, printed), printed
+    assert not not_printed(shown, printed), printed
     if page.parent.parent.name == "examples":
         assert _processor_seconds() - before < EXAMPLE_SECONDS
-
-
-def _section(heading: str) -> str:
-    """The printed lines that a section of docs/vision.md shows."""
-    text = (ROOT / "docs" / "vision.md").read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
-    return "".join(shown for language, shown in BLOCK.findall(text) if language == "text")
 
 
 @pytest.mark.qualify
@@ -305,9 +286,9 @@ def test_a_model_learns_to_see_and_hear(name, heading, tmp_path):
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "[ok]" in done.stdout
     if heading:
-        shown = _section(heading)
+        shown = printed_in("vision.md", heading)
         assert "[ok]" in shown
-        assert not _not_printed(shown, done.stdout + done.stderr)
+        assert not not_printed(shown, done.stdout + done.stderr)
 
 
 def test_a_command_that_fails_and_a_snippet_that_does_not_run_are_caught(place, monkeypatch):
@@ -320,9 +301,9 @@ def test_a_command_that_fails_and_a_snippet_that_does_not_run_are_caught(place, 
 
 def test_what_is_shown_but_not_printed_is_caught():
     printed = "step  1/4  loss 5.86  1 min 02 s left\nsaved runs/first\n  78 - 82  ###  1\n"
-    assert not _not_printed("step 10/500  loss 2.31  3 s left\n  10 - 20  #  7\n...\nsaved ...\n", printed)
-    assert _not_printed("step 1/4  norm 5.86\n", printed) == ["step 1/4  norm 5.86"]
-    assert _not_printed("saved runs/first\nsaved runs/second\n", printed) == ["saved runs/second"]
+    assert not not_printed("step 10/500  loss 2.31  3 s left\n  10 - 20  #  7\n...\nsaved ...\n", printed)
+    assert not_printed("step 1/4  norm 5.86\n", printed) == ["step 1/4  norm 5.86"]
+    assert not_printed("saved runs/first\nsaved runs/second\n", printed) == ["saved runs/second"]
 
 
 def test_sizes_alone_are_changed():

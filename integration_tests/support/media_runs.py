@@ -56,7 +56,10 @@ def files_by_kind(
 def run_training(
     folder: Path, name: str, *words: str, kind: str = "sft", seq_length: int = 256
 ) -> list[dict[str, float]]:
-    """Train the model of ``folder`` on its rows of ``kind``; return the logged steps."""
+    """Train the model of ``folder`` on its rows of ``kind``; return the logged steps.
+
+    What is printed is in the file ``{name}.out`` of ``folder``.
+    """
     run = {
         "model_name_or_path": str(folder / "model"),
         "train_file": str(folder / f"{kind}.jsonl"),
@@ -77,6 +80,7 @@ def run_training(
     command = [sys.executable, "-m", "mca_train", kind, str(folder / f"{name}.yaml"), *words]
     done = forked_cli.launched(command)
     assert done.returncode == 0, done.stderr
+    (folder / f"{name}.out").write_text(done.stdout + done.stderr)
     lines = (folder / name / "train_log.jsonl").read_text().splitlines()
     return [log for line in lines if "loss" in (log := json.loads(line))]
 

@@ -16,6 +16,7 @@ import transformers
 
 from cases import Case, as_params, product
 from media_runs import RATE, STEPS, run_training
+from pages import not_printed, printed_in
 
 pytest.importorskip("av")
 pytest.importorskip("torchvision")
@@ -264,6 +265,10 @@ def test_parts_train_at_their_own_rates_as_in_transformers(case: Case, root: Pat
     name = f"{case.layout}-{kind}"
     logs = run_training(folder, name, *words, *LAYOUTS[case.layout], seq_length=1024)
     assert [log["loss"] for log in logs] == pytest.approx(losses, rel=1e-5)
+    if case.model == "qwen2_5_omni":
+        shown = printed_in("vision.md", "Omni models").replace("runs/omni/", f"{folder / name}/")
+        assert "Hugging Face model" in shown
+        assert not not_printed(shown, (folder / f"{name}.out").read_text())
     first, before, theirs = (
         dict(each.named_parameters())
         for each in (
