@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -170,7 +169,6 @@ def test_published_models_plan_from_config_json_alone(name: str, tmp_path: Path,
     source = tmp_path / "hf"
     source.mkdir()
     shutil.copy(CONFIGS / f"{name}.json", source / "config.json")
-    began = time.process_time()
     text = json.loads((source / "config.json").read_text()).get("text_config", {})
     shared = text.get("hidden_size_per_layer_input") or text.get("num_global_key_value_heads") == 1
     stages, ranks = (1, 1) if shared else (2, 2)  # Gemma 4's embeddings of layers, and its single key head
@@ -178,7 +176,6 @@ def test_published_models_plan_from_config_json_alone(name: str, tmp_path: Path,
     if text.get("num_hidden_layers") == 61:
         flags.append("--num_layers_in_first_pipeline_stage=30")
     assert main(["plan", "--checkpoint_path", str(source), *flags]) == 0
-    assert time.process_time() - began < 10
     plan = json.loads(capsys.readouterr().out)
     assert not plan["refusals"] and len(plan["stages"]) == stages
     assert plan["parameters"] > 0.4e9
