@@ -24,8 +24,8 @@ from mca_models.quantization.fp8_read import Fp8Tensor
 from mca_models.quantization.mxfp4_read import Mxfp4Tensor
 from mca_models.storage.copy_plan import HF
 from mca_models.storage.dtypes import ITEM_SIZES, dtype_code
-from mca_models.storage.finite import counts_in
 from mca_models.storage.source import ModelSource
+from mca_models.storage.values import counts_in
 from mca_models.weights import Param
 from mca_models.weights.arrays import NumpyArray
 

@@ -23,10 +23,16 @@ from mca_convert.non_finite import (
 from mca_convert.pool import ByteCounter, Limits, Progress, allow_open_files
 from mca_convert.reader import SourceFiles
 from mca_convert.request import Request, conversion_target, target_layout
-from mca_models.checkpoint.contents import foreign_entry, is_checkpoint
 from mca_models.checkpoint.hf_writer import MAX_SHARD_BYTES, METADATA, HfLayout
 from mca_models.checkpoint.mca_directory import McaLayout, iteration_name
-from mca_models.checkpoint.side_files import copy_side_files, different_tokenizer, side_files, side_names
+from mca_models.checkpoint.side_files import (
+    copy_side_files,
+    different_tokenizer,
+    foreign_entry,
+    is_checkpoint,
+    side_files,
+    side_names,
+)
 from mca_models.checkpoint_kinds import checkpoint_kind, open_checkpoint
 from mca_models.storage.atomic import AtomicDirectory, require_absent, require_free
 from mca_models.storage.dtypes import DTYPE_NAMES

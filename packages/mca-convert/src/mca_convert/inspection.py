@@ -16,9 +16,9 @@ from mca_models.checkpoint.hf_directory import HfSource, read_config
 from mca_models.checkpoint.mca_directory import McaSource, load_config
 from mca_models.checkpoint_kinds import CheckpointKind, checkpoint_kind, open_checkpoint
 from mca_models.quantization.hf_tensors import read_quantization_config
-from mca_models.storage.finite import counts_in
 from mca_models.storage.safetensors import TensorInfo, read_header
 from mca_models.storage.source import ModelSource
+from mca_models.storage.values import counts_in
 from mca_models.templates import get_family
 from mca_models.templates.classification_head import class_name
 from mca_models.templates.parts.vision_tower import PREFIX
@@ -220,7 +220,7 @@ def _biggest(shapes: list[tuple[str, str, list[int]]], found: Inspection, top: i
 def _adapter(path: Path, kind: CheckpointKind, found: Inspection, top: int, *, values: bool) -> None:
     from mca_models.lora import AdapterConfig, open_adapter
     from mca_models.lora.peft_directory import PICKLE, WEIGHTS
-    from mca_models.torch_checkpoint.hf_bin import read_tensors
+    from mca_models.torch_checkpoint.torch_file import read_tensors
 
     settings = AdapterConfig.load(path).document
     for key in ("base_model_name_or_path", "r", "lora_alpha", "target_modules", "target_parameters"):

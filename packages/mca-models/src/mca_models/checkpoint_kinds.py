@@ -83,7 +83,7 @@ def _pickled(path: Path) -> Sequence[StoredTensor] | None:
     """The tensors of a Hugging Face directory that keeps them in files of torch.save; None: it does not."""
     if not any(has_entry(path, name) for name in ("pytorch_model.bin", "pytorch_model.bin.index.json")):
         return None
-    from mca_models.torch_checkpoint.hf_bin import pickled_tensors
+    from mca_models.torch_checkpoint.torch_file import pickled_tensors
 
     return pickled_tensors(path)
 

@@ -26,7 +26,7 @@ from mca_models.lora.mca_directory import (
 from mca_models.lora.peft_directory import is_peft, open_peft, stored_tensors, write_peft
 from mca_models.lora.rules import AdapterRules, rules_from_names
 from mca_models.storage.dtypes import numpy_dtype
-from mca_models.storage.finite import counts_in, named_counts
+from mca_models.storage.values import counts_in, named_counts
 from mca_models.templates import config_from_hf
 from mca_models.templates.shapes import full_shape
 from mca_models.weights import Param
@@ -163,7 +163,7 @@ def cast_adapter(adapter: Adapter, code: str) -> Adapter:
     """``adapter`` with its tensors in the dtype of code ``code``; reading raises if values are not finite."""
     import numpy as np
 
-    from mca_models.storage.cast import cast_into
+    from mca_models.storage.values import cast_into
 
     def read(param: Param) -> Array:
         values, name = adapter.read(param), param.hf_names()[0]

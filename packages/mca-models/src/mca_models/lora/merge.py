@@ -21,10 +21,8 @@ from mca_models.lora.adapter_head import with_adapter_head
 from mca_models.lora.rules import LoraFactors
 from mca_models.storage.atomic import atomic_directory
 from mca_models.storage.byte_ranges import Gather, Shape, clip
-from mca_models.storage.cast import cast_into
 from mca_models.storage.copy_plan import HF, Rule, Side, part_shapes
 from mca_models.storage.dtypes import DTYPE_NAMES, numpy_dtype
-from mca_models.storage.finite import counts_in, named_counts, non_finite
 from mca_models.storage.lazy_tensor import LazyTensorBase
 from mca_models.storage.safetensors import TensorInfo, plan_file
 from mca_models.storage.source import (
@@ -35,6 +33,7 @@ from mca_models.storage.source import (
     param_part_shapes,
     plan_gathers,
 )
+from mca_models.storage.values import cast_into, counts_in, named_counts, non_finite
 from mca_models.storage.writer import SafetensorsWriter
 from mca_models.templates.shapes import full_shape
 from mca_models.weights import Param

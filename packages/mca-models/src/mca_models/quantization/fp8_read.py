@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 
 from mca_config.errors import McaError
-from mca_models.storage.cast import cast_into
 from mca_models.storage.dtypes import numpy_dtype
 from mca_models.storage.lazy_tensor import FlatRows, LazyTensorBase, Shape
 from mca_models.storage.safetensors import TensorInfo
+from mca_models.storage.values import cast_into
 from mca_models.weights.arrays import NumpyArray
 
 FP8 = ("F8_E4M3", "F8_E5M2")

@@ -7,7 +7,8 @@ Since torch 1.6 such a file is a zip archive of uncompressed members under one f
     <folder>/byteorder     "little" or "big"
     <folder>/version, .format_version, .storage_alignment, .data/serialization_id
 
-The pickle is read by ``read_pickle``, which executes nothing. A tensor that is a small view of a large
+The pickle is read by ``read_pickle``, which executes nothing. Weights of a Hugging Face directory may be in such
+files: ``pytorch_model.bin``, alone or in indexed shards. A tensor that is a small view of a large
 storage costs what the view holds, not what the file stores.
 """
 
@@ -37,6 +38,13 @@ from mca_models.torch_checkpoint.allowed_globals import (
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
+
+from collections.abc import Sequence
+
+from mca_config.errors import with_location
+from mca_config.files import has_entry, read_json, resolve_inside
+from mca_models.storage.safetensors import TensorInfo
+from mca_models.storage.source import require_same_names
 
 
 class _Refused(Exception):
@@ -272,3 +280,43 @@ def _content(stream: BinaryIO, start: int, member: zipfile.ZipInfo) -> bytes:
         raise zipfile.BadZipFile(f"a pickle of {member.file_size} bytes")
     stream.seek(_data_start(stream, start, member))
     return stream.read(member.file_size)
+
+
+SINGLE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+_SAFE = ("model.safetensors", "model.safetensors.index.json")
+
+
+def pickled_tensors(path: Path) -> Sequence[TensorInfo | StridedTensor] | None:
+    """The tensors in the ``.bin`` files of directory ``path``; None: it has safetensors, or neither.
+
+    Raises:
+        McaError: A file is missing or damaged, or its pickle names what a checkpoint of weights does not need.
+    """
+    if any(has_entry(path, name) for name in _SAFE):
+        return None
+    if has_entry(path, SINGLE):
+        return list(read_tensors(resolve_inside(path, SINGLE)).values())
+    return _indexed(path) if has_entry(path, INDEX) else None
+
+
+def read_tensors(file: Path) -> dict[str, TensorInfo | StridedTensor]:
+    """The tensors in one file, by name; those that lie in one run of bytes as if it were safetensors."""
+    return {name: tensor.info() or tensor for name, tensor in open_torch_file(file).state_dict().items()}
+
+
+def _indexed(path: Path) -> Sequence[TensorInfo | StridedTensor]:
+    weight_map = read_json(resolve_inside(path, INDEX)).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise McaError(f"{path / INDEX}: has no 'weight_map' from tensor to file names; fetch the file again")
+    found: dict[str, TensorInfo | StridedTensor] = {}
+    for name in sorted(set(weight_map.values())):
+        try:
+            file = resolve_inside(path, name)
+        except McaError as error:
+            raise with_location(error, path / INDEX) from None
+        tensors = read_tensors(file)
+        if twice := sorted(found.keys() & tensors.keys()):
+            raise McaError(f"{path}: tensor {twice[0]} is in {found[twice[0]].file.name} and in {name}")
+        found |= tensors
+    require_same_names(found.keys(), weight_map.keys(), path / INDEX, "the files and their index")
+    return list(found.values())

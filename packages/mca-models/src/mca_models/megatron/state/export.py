@@ -26,7 +26,7 @@ from mca_models.megatron.state.buckets import (
     plan_buckets,
     stacks,
 )
-from mca_models.megatron.state.fp8_export import quantised
+from mca_models.megatron.state.fp8 import quantised
 from mca_models.megatron.state.param_specs import (
     cast_param_specs,
     gather_param_specs,
