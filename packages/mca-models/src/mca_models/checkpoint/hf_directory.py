@@ -21,16 +21,16 @@ from mca_models.quantization.hf_tensors import (
     is_linear,
     read_quantization_config,
 )
-from mca_models.storage.byte_ranges import Gather, Shape
+from mca_models.storage.byte_ranges import Shape
 from mca_models.storage.copy_plan import HF, Side
 from mca_models.storage.dtypes import CODES, DTYPE_NAMES, ITEM_SIZES
 from mca_models.storage.safetensors import TensorInfo, read_header
 from mca_models.storage.source import (
     ComputedTensor,
+    ModelSource,
     Part,
     checked_parts,
     param_part_shapes,
-    plan_gathers,
     require_same_names,
 )
 from mca_models.templates import config_from_hf, get_family
@@ -45,7 +45,7 @@ _SHOWN = 8
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
 
-class HfSourceBase:
+class HfSourceBase(ModelSource):
     """Base of sources whose parts are Hugging Face tensors; subclasses fill the attributes."""
 
     _infos: Mapping[str, StoredTensor]
@@ -55,10 +55,6 @@ class HfSourceBase:
     def tensors(self) -> Iterable[StoredTensor]:
         """All tensors of the directory, those without weights (computed buffers) included."""
         return self._infos.values()
-
-    def checksums(self) -> Mapping[Path, int]:
-        """Return nothing: Hugging Face directories have no checksums."""
-        return {}
 
     def full_shape(self, param: Param) -> Shape:
         """Return the full shape of ``param``, without vocabulary padding."""
@@ -71,10 +67,6 @@ class HfSourceBase:
     def parts(self, param: Param) -> tuple[Part, ...]:
         """Return the parts that hold ``param``, in the side's order."""
         return self._parts[param.mca_name()]
-
-    def gathers(self, param: Param, side: Side) -> tuple[Gather, ...]:
-        """Plan how to fill the tensors of ``side`` that hold ``param``."""
-        return plan_gathers(param, self.full_shape(param), HF, side)
 
 
 _FREQUENCIES = ".rotary_emb.inv_freq"
@@ -354,6 +346,3 @@ class ConfigOnlySource(HfSourceBase):
 
         with named_config_errors(self.path):
             return config_only_linear(linear, self._quantised, self._read_as)
-
-    def check_duplicates(self) -> None:
-        """Nothing is stored twice."""

@@ -27,7 +27,7 @@ from mca_models.lora.mca_directory import (
     with_layout,
     write_mca_adapter,
 )
-from mca_models.lora.merge import MergedSource, merge_to_hf
+from mca_models.lora.merge import MergedSource
 from mca_models.lora.peft_directory import PeftTensors, is_peft, open_peft, write_peft
 from mca_models.lora.rules import AdapterRules, LoraFactors, rules_for_training
 from mca_models.lora.targets import Target
@@ -48,7 +48,6 @@ __all__ = [
     "is_peft",
     "load_adapter_rules",
     "load_model_config",
-    "merge_to_hf",
     "open_adapter",
     "open_mca_adapter",
     "open_peft",

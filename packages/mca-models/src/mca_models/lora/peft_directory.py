@@ -18,13 +18,13 @@ from pathlib import Path
 
 from mca_config.errors import McaError
 from mca_config.files import has_entry, resolve_inside
+from mca_config.model.head import HeadKind
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
 from mca_models.checkpoint.hf_writer import METADATA
 from mca_models.checkpoint.mca_directory import is_mca
 from mca_models.checkpoint.side_files import copy_side_files
 from mca_models.lora.adapter import Adapter, check_shapes, expected_shapes
-from mca_models.lora.adapter_head import model_with_head
 from mca_models.lora.config import FILE_NAME, AdapterConfig
 from mca_models.lora.peft_names import ineffective_exclusions, unmatched_entries
 from mca_models.lora.rules import PREFIX, AdapterRules, LoraFactors, rules_from_names
@@ -36,6 +36,7 @@ from mca_models.storage.safetensors import plan_file, read_header
 from mca_models.storage.source import Part, checked_parts, param_part_shapes, require_same_names
 from mca_models.storage.writer import SafetensorsWriter
 from mca_models.templates import get_family
+from mca_models.templates.classification_head import SCORE, Head, with_head
 from mca_models.templates.shapes import full_shape
 from mca_models.torch_checkpoint.torch_file import read_tensors
 from mca_models.weights import Param
@@ -43,6 +44,7 @@ from mca_models.weights.arrays import Array
 
 logger = logging.getLogger(__name__)
 
+_TASKS: dict[str, HeadKind] = {"SEQ_CLS": "sequence_classification", "TOKEN_CLS": "token_classification"}
 _BASE, _FACTOR = "base_model.model.", re.compile(r"\.lora_[AB]\.weight$")
 WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
 
@@ -65,7 +67,7 @@ def open_peft(path: Path, model: McaModelConfig) -> Adapter:
         raise McaError(f"{file}: {refused[0]}: adapters on embeddings are not supported; use modules_to_save")
     _require_adaptable(infos, model, file)
     infos = _without_unused(infos, model, file)
-    model = model_with_head(model, config.document, infos)
+    model = _model_with_head(model, config.document, infos)
     rules = rules_from_names(model, config, infos.keys())
     expected = {name for param in rules.params for name in param.hf_names()}
     require_same_names(infos.keys(), expected, path, f"{file.name} and {FILE_NAME}")
@@ -79,6 +81,22 @@ def open_peft(path: Path, model: McaModelConfig) -> Adapter:
         return HF, checked_parts(param, full_shape(param, model), HF, stored, model.num_experts or 1)
 
     return check_shapes(Adapter(model, config, rules, stacks.read, saved_parts), file)
+
+
+def _model_with_head(model: McaModelConfig, adapter: Values, tensors: Values) -> McaModelConfig:
+    """``model``, or that with the head which a PEFT adapter holds.
+
+    Args:
+        model: The base model.
+        adapter: PEFT's configuration.
+        tensors: What is stored, by name.
+    """
+    kind = _TASKS.get(str(adapter.get("task_type")))
+    own = next((info for name, info in tensors.items() if name.endswith(f".{SCORE}.weight")), None)
+    if kind is None or own is None or model.head.num_labels is not None:
+        return model
+    labels = tuple(f"LABEL_{number}" for number in range(own.shape[0]))
+    return with_head(model, Head(kind=kind, labels=labels))
 
 
 def _require_adaptable(infos: Values, model: McaModelConfig, file: Path) -> None:

@@ -88,7 +88,7 @@ class Part:
 
 
 class ModelSource(Protocol):
-    """A checkpoint that has been opened and found complete.
+    """A checkpoint that has been opened and found complete; base of the classes for all formats.
 
     ``params`` are those that the checkpoint stores: all of the model's but second copies (``alias_of``).
     """
@@ -108,15 +108,18 @@ class ModelSource(Protocol):
 
     def gathers(self, param: Param, side: Side) -> tuple[Gather, ...]:
         """Plan how to fill the tensors of ``side`` that hold ``param`` from its ``parts``."""
+        return plan_gathers(param, self.full_shape(param), self.side(param), side)
 
     def check_duplicates(self) -> None:
-        """Raise if what is stored several times differs. Reads all of it."""
+        """Raise if what is stored several times differs, after reading all of it; here nothing is."""
+        return
 
     def tensors(self) -> Iterable[TensorInfo | ComputedTensor]:
         """All that is stored."""
 
     def checksums(self) -> Mapping[Path, int]:
         """Return the CRC-32 that each file must have; empty if unknown."""
+        return {}
 
 
 def plan_gathers(param: Param, whole: Shape, source: Side, target: Side) -> tuple[Gather, ...]:

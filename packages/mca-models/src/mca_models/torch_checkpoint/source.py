@@ -23,7 +23,7 @@ from mca_models.storage.copy_plan import Rule, Side, part_shapes
 from mca_models.storage.dtypes import DTYPE_NAMES
 from mca_models.storage.lazy_tensor import Block, GridTensor, StridedTensor
 from mca_models.storage.safetensors import TensorInfo
-from mca_models.storage.source import ComputedTensor, Part, apply_gather, plan_gathers
+from mca_models.storage.source import ComputedTensor, ModelSource, Part, apply_gather
 from mca_models.templates.shapes import full_shape
 from mca_models.weights import Param
 from mca_models.weights.arrays import NumpyArray
@@ -193,10 +193,10 @@ class StoredParam:
 
 
 @dataclass
-class ForeignSource:
+class ForeignSource(ModelSource):
     """An opened checkpoint: every parameter of the model is there, once or in equal copies.
 
-    A ``ModelSource``. The parts are runs of bytes in which the elements need not lie in order.
+    The parts are runs of bytes in which the elements need not lie in order.
 
     Args:
         path: Of the checkpoint.
@@ -230,19 +230,14 @@ class ForeignSource:
 
     def gathers(self, param: Param, side: Side) -> tuple[Gather, ...]:
         """Plan how to fill the tensors of ``side`` that hold ``param`` from its ``parts``."""
-        place = self.places[param.mca_name()]
-        planned = plan_gathers(param, place.whole, place.side, side)
-        return tuple(to_storage(gather, place.tensors) for gather in planned)
+        tensors = self.places[param.mca_name()].tensors
+        return tuple(to_storage(gather, tensors) for gather in super().gathers(param, side))
 
     def tensors(self) -> Iterable[TensorInfo | ComputedTensor]:
         """All runs of bytes that hold parameters."""
         for param in self.params:
             for part in self.parts(param):
                 yield part.info
-
-    def checksums(self) -> Mapping[Path, int]:
-        """Return nothing: these formats have no checksums."""
-        return {}
 
     def read(self, param: Param, side: Side) -> "tuple[NumpyArray, ...]":
         """The tensors of ``side`` that hold ``param``, as fresh arrays."""
