@@ -223,7 +223,7 @@ def move_offset(metadata: Any) -> None:
     [
         (
             lambda m: m.state_dict_metadata.pop(NORM),
-            r"parameters are 1 missing \(decoder.final_layernorm.weight\)",
+            r"1 missing tensor \(decoder.final_layernorm.weight\)",
         ),
         (remove_storage, r"chunk \[0\] of decoder.final_layernorm.weight is stored nowhere"),
         (lambda m: setattr(first(m), "relative_path", "../evil.distcp"), "outside of the directory"),

@@ -35,6 +35,7 @@ from mca_models.storage.source import (
     ModelSource,
     Part,
     checked_parts,
+    first_few,
     require_full_shape,
     require_same_names,
 )
@@ -85,10 +86,9 @@ class McaSource(ModelSource):
         # with fewer files than ranks there is no need to think up the names of all
         expected = shards_by_file(self.params, self.config) if max(layout.tp, experts) <= count else {}
         if self.manifest.files.keys() != expected.keys():
-            faults = sorted(self.manifest.files.keys() ^ expected.keys())
+            faults = first_few(self.manifest.files.keys() ^ expected.keys())
             raise McaError(
-                f"{self.folder / MANIFEST}: its files are not those of layout {self.config.layout} "
-                f"({', '.join(faults[:4])}{', ...' if len(faults) > 4 else ''})"
+                f"{self.folder / MANIFEST}: its files are not those of layout {self.config.layout} ({faults})"
             )
         infos = {}
         for name, record in self.manifest.files.items():

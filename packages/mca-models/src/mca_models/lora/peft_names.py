@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Typed
 from mca_models.lora.config import ALL_LINEAR, AdapterConfig, ends_with
-from mca_models.lora.targets import UNSAVED, Target, linear_targets, stacked_targets
+from mca_models.lora.targets import UNSAVED, Target, linear_targets, named_params, stacked_targets
 from mca_models.templates import get_family
 from mca_models.weights import Param, Stage
 
@@ -209,18 +209,12 @@ def _ends(name: str) -> Iterator[str]:
 
 def _module_names(config: McaModelConfig) -> set[str]:
     """All modules of the HF model that have weights, and those that hold them."""
-    family = get_family(config.model_type)
-    params = (
-        each for each in family.params(family.with_module_names(config)) if each.stage not in _NOT_BUILT
-    )
-    words = [name.split(".")[:-1] for each in params for name in each.hf_names()]
-    return {".".join(each[:count]) for each in words for count in range(1, len(each) + 1)}
+    return _modules(each for each in named_params(config) if each.stage not in _NOT_BUILT)
 
 
 def _named_saved(adapter: AdapterConfig, config: McaModelConfig) -> Iterator[str]:
     """``modules_to_save``; a name that modules of the vision model have too is replaced by those of the others."""
-    family = get_family(config.model_type)
-    params = family.params(family.with_module_names(config))
+    params = named_params(config)
     for entry in adapter.modules_to_save:
         saved = AdapterConfig({"modules_to_save": [entry]})
         found = [(each.stage, name) for each in params for name in each.hf_names() if saved.saves(name)]
@@ -363,7 +357,7 @@ def unmatched_entries(
         if left := _not_among(_names(adapted, key), _entries(adapter, key)):
             yield from _misnamed(config, key, left)
     saved, found = extra_modules_to_save(adapter), _both_names(adapted)
-    params = _params(config) if saved else []
+    params = named_params(config) if saved else []
     whole = [name for param in params if param.stage not in UNSAVED for name in param.hf_names()]
     for entry in saved:
         if not any(AdapterConfig({"modules_to_save": [entry]}).saves(name) for name in whole):
@@ -377,7 +371,7 @@ def unmatched_entries(
 def ineffective_exclusions(config: McaModelConfig, adapter: AdapterConfig) -> Iterator[str]:
     """Yield a message for each entry of ``exclude_modules`` that is no module with weights."""
     excluded = _entries(adapter, "exclude_modules")
-    for entry in excluded and _not_among(_modules(_params(config)), excluded):
+    for entry in excluded and _not_among(_modules(named_params(config)), excluded):
         yield f"exclude_modules: {entry!r} excludes nothing of this {config.model_type} model; correct or remove it"
 
 
@@ -420,13 +414,8 @@ def _names(targets: Iterable[Target], key: str) -> list[str]:
 
 def _present(config: McaModelConfig, key: str) -> set[str]:
     """Return the names of all modules or parameters that ``key`` could name."""
-    params = _params(config)
+    params = named_params(config)
     return _modules(params) if key == "target_modules" else {n for param in params for n in param.hf_names()}
-
-
-def _params(config: McaModelConfig) -> list[Param]:
-    family = get_family(config.model_type)
-    return family.params(family.with_module_names(config))
 
 
 def _modules(params: Iterable[Param]) -> set[str]:

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
+from mca_config.printable import counted
 from mca_models.storage.byte_ranges import Gather, Move, Shape
 from mca_models.storage.copy_plan import Rule, Side, part_shapes, plan_moves
 from mca_models.storage.safetensors import TensorInfo
@@ -233,16 +234,17 @@ def require_same_names(
         raise McaError(f"{where}: {faults}; {both} do not agree")
 
 
-def name_differences(present: Iterable[str], expected: Iterable[str]) -> str:
+def name_differences(present: Iterable[str], expected: Iterable[str], noun: str = "tensor") -> str:
     """All missing and unexpected names, their count and the first few; empty if there are none."""
     have, want = set(present), set(expected)
     return " and ".join(
-        f"{len(names)} {what} {'tensor' if len(names) == 1 else 'tensors'} ({_first_few(names)})"
+        f"{counted(len(names), f'{what} {noun}')} ({first_few(names)})"
         for what, names in (("missing", want - have), ("unexpected", have - want))
         if names
     )
 
 
-def _first_few(names: set[str], count: int = 4) -> str:
+def first_few(names: Iterable[str], count: int = 4) -> str:
+    """The first of ``names``, sorted."""
     listed = sorted(names)
     return ", ".join(listed[:count]) + (", ..." if len(listed) > count else "")

@@ -27,7 +27,15 @@ from pathlib import Path
 from typing import BinaryIO
 
 from mca_config.errors import McaError
-from mca_config.files import has_entry, open_regular, read_bytes, read_json, read_text, resolve_inside
+from mca_config.files import (
+    has_entry,
+    naming_read_errors,
+    open_regular,
+    read_bytes,
+    read_json,
+    read_text,
+    resolve_inside,
+)
 from mca_config.model_config import FILE_NAME, McaModelConfig
 from mca_config.printable import counted
 from mca_models.checkpoint.hf_directory import named_config_errors
@@ -36,6 +44,7 @@ from mca_models.checkpoint.mca_directory import iteration_name, latest_iteration
 from mca_models.checkpoint.placement import stored_params
 from mca_models.checkpoint.side_files import config_folder
 from mca_models.storage.lazy_tensor import Block, Shape, StridedTensor, assemble
+from mca_models.storage.source import require_same_names
 from mca_models.templates import config_from_hf, get_family
 from mca_models.templates.parts.common import EMBEDDING
 from mca_models.templates.shapes import full_shape
@@ -104,7 +113,7 @@ class DcpDirectory:
             if isinstance(name, str) and isinstance(entry, TensorStorageMetadata):
                 self.tensors[name] = self._tensor(name, entry, places)
 
-    def _read(self) -> Metadata:
+    def _read(self) -> Record:
         root = read_pickle(read_bytes(self._file(METADATA), largest=MAX_PICKLE_BYTES), self._where)
         if not isinstance(root, Metadata):
             raise self._damaged(f"a {type(root).__name__} instead of checkpoint metadata")
@@ -113,7 +122,7 @@ class DcpDirectory:
     def _file(self, name: str) -> Path:
         return resolve_inside(self._whole, str((self.path / name).relative_to(self._whole)))
 
-    def _blobs(self, root: Metadata) -> dict[tuple[str, Shape], Blob]:
+    def _blobs(self, root: Record) -> dict[tuple[str, Shape], Blob]:
         places: dict[tuple[str, Shape], Blob] = {}
         for index, info in self._field(root, "storage_data", dict).items():
             if not isinstance(index, MetadataIndex) or not isinstance(info, StorageInfo):
@@ -131,9 +140,7 @@ class DcpDirectory:
             places[name, self._shape(offset)] = Blob(file, start, length)
         return places
 
-    def _tensor(
-        self, name: str, entry: TensorStorageMetadata, places: Mapping[tuple[str, Shape], Blob]
-    ) -> TensorEntry:
+    def _tensor(self, name: str, entry: Record, places: Mapping[tuple[str, Shape], Blob]) -> TensorEntry:
         properties = self._field(entry, "properties", TensorProperties).state
         dtype = properties[0] if isinstance(properties, tuple) and properties else None
         if isinstance(properties, dict):
@@ -179,10 +186,8 @@ class DcpDirectory:
                 yield name, found
 
     def _open(self, file: str) -> BinaryIO:
-        try:
+        with naming_read_errors(self.path / file):
             return os.fdopen(open_regular(self._file(file)), "rb")
-        except OSError as error:
-            raise McaError(f"{self.path / file}: cannot be read ({error.strerror})") from None
 
     def _stored(self, stream: BinaryIO, entry: TensorEntry, size: Shape, blob: Blob) -> StridedTensor:
         saved = read_archive(stream, self.path / blob.file, blob.start, blob.length)
@@ -313,17 +318,9 @@ class _Reader:
 
     def _require_complete(self, forms: Mapping[str, StorageForm | None]) -> None:
         used = {key for form in forms.values() if form is not None for key in form.keys}
-        absent = [p.mca_name() for p in self.params if p.alias_of is None and forms[p.mca_name()] is None]
-        faults = [
-            f"{len(names)} {what} ({', '.join(names[:4])}{', ...' if len(names) > 4 else ''})"
-            for what, names in (("missing", absent), ("unexpected", sorted(self.entries.keys() - used)))
-            if names
-        ]
-        if faults:
-            raise McaError(
-                f"{self.directory.path}: parameters are {' and '.join(faults)}; the checkpoint and its "
-                "configuration do not agree"
-            )
+        absent = {p.mca_name() for p in self.params if p.alias_of is None and forms[p.mca_name()] is None}
+        both = "the checkpoint and its configuration"
+        require_same_names(self.entries.keys() - absent, used | absent, self.directory.path, both)
 
     def _blocks(self, forms: Iterable[StorageForm]) -> dict[tuple[str, Index], list[Block]]:
         """The chunks of every entry of every tensor that is used, without the axes of the entries."""

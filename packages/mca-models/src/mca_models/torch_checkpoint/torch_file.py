@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from mca_config.errors import McaError
-from mca_config.files import COPY_AGAIN, open_regular
+from mca_config.files import COPY_AGAIN, has_entry, naming_read_errors, open_regular, resolve_inside
+from mca_models.checkpoint.hf_directory import PICKLED, PICKLED_INDEX, indexed_tensors
 from mca_models.storage.dtypes import ITEM_SIZES
 from mca_models.storage.lazy_tensor import StridedTensor
 from mca_models.torch_checkpoint.allowed_globals import (
@@ -41,10 +42,7 @@ if TYPE_CHECKING:
 
 from collections.abc import Sequence
 
-from mca_config.errors import with_location
-from mca_config.files import has_entry, read_json, resolve_inside
 from mca_models.storage.safetensors import TensorInfo
-from mca_models.storage.source import require_same_names
 
 
 class _Refused(Exception):
@@ -158,11 +156,8 @@ def open_torch_file(file: Path) -> TorchFile:
     Raises:
         McaError: The file is missing, damaged, or its pickle is refused.
     """
-    try:
-        with os.fdopen(open_regular(file), "rb") as stream:
-            return read_archive(stream, file)
-    except OSError as error:
-        raise McaError(f"{file}: cannot be read ({error.strerror})") from None
+    with naming_read_errors(file), os.fdopen(open_regular(file), "rb") as stream:
+        return read_archive(stream, file)
 
 
 def read_archive(stream: BinaryIO, file: Path, start: int = 0, length: int | None = None) -> TorchFile:
@@ -282,41 +277,17 @@ def _content(stream: BinaryIO, start: int, member: zipfile.ZipInfo) -> bytes:
     return stream.read(member.file_size)
 
 
-SINGLE, INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-_SAFE = ("model.safetensors", "model.safetensors.index.json")
-
-
-def pickled_tensors(path: Path) -> Sequence[TensorInfo | StridedTensor] | None:
-    """The tensors in the ``.bin`` files of directory ``path``; None: it has safetensors, or neither.
+def pickled_tensors(path: Path) -> Sequence[TensorInfo | StridedTensor]:
+    """The tensors in ``pytorch_model.bin`` of directory ``path``, or in the shards that its index names.
 
     Raises:
         McaError: A file is missing or damaged, or its pickle names what a checkpoint of weights does not need.
     """
-    if any(has_entry(path, name) for name in _SAFE):
-        return None
-    if has_entry(path, SINGLE):
-        return list(read_tensors(resolve_inside(path, SINGLE)).values())
-    return _indexed(path) if has_entry(path, INDEX) else None
+    if has_entry(path, PICKLED):
+        return list(read_tensors(resolve_inside(path, PICKLED)).values())
+    return indexed_tensors(path, PICKLED_INDEX, read_tensors)
 
 
 def read_tensors(file: Path) -> dict[str, TensorInfo | StridedTensor]:
     """The tensors in one file, by name; those that lie in one run of bytes as if it were safetensors."""
     return {name: tensor.info() or tensor for name, tensor in open_torch_file(file).state_dict().items()}
-
-
-def _indexed(path: Path) -> Sequence[TensorInfo | StridedTensor]:
-    weight_map = read_json(resolve_inside(path, INDEX)).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise McaError(f"{path / INDEX}: has no 'weight_map' from tensor to file names; fetch the file again")
-    found: dict[str, TensorInfo | StridedTensor] = {}
-    for name in sorted(set(weight_map.values())):
-        try:
-            file = resolve_inside(path, name)
-        except McaError as error:
-            raise with_location(error, path / INDEX) from None
-        tensors = read_tensors(file)
-        if twice := sorted(found.keys() & tensors.keys()):
-            raise McaError(f"{path}: tensor {twice[0]} is in {found[twice[0]].file.name} and in {name}")
-        found |= tensors
-    require_same_names(found.keys(), weight_map.keys(), path / INDEX, "the files and their index")
-    return list(found.values())
