@@ -10,12 +10,18 @@ import logging
 import os
 import re
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
 from mca_config.errors import McaError
-from mca_config.files import has_entry, open_regular, read_json, resolve_inside, write_error
+from mca_config.files import (
+    has_entry,
+    naming_read_errors,
+    open_regular,
+    read_json,
+    resolve_inside,
+)
+from mca_models.storage.atomic import write_file
 from mca_models.storage.staging_folder import close, staging_folders
 
 logger = logging.getLogger(__name__)
@@ -155,12 +161,13 @@ def _is_left(entry: Path) -> bool:
 
 def _checked(source: Path, name: str) -> Path:
     file = resolve_inside(source, name)
-    try:
-        close(open_regular(file))
-    except FileNotFoundError:
-        raise McaError(f"{file}: a link to nothing; put the file itself there, or remove the link") from None
-    except OSError as error:
-        raise McaError(f"{file}: cannot be read ({error.strerror})") from None
+    with naming_read_errors(file):
+        try:
+            close(open_regular(file))
+        except FileNotFoundError:
+            raise McaError(
+                f"{file}: a link to nothing; put the file itself there, or remove the link"
+            ) from None
     return file
 
 
@@ -177,35 +184,16 @@ def copy_side_files(source: Path, target: Path) -> dict[str, int]:
 
 def _copy(file: Path, target: Path) -> int:
     """Copy a file with its permissions, as far as the umask leaves them; returns its size."""
-    with _naming(file, "read"):
+    with naming_read_errors(file):
         source = os.fdopen(open_regular(file), "rb")
-    with _naming(file, "read"), source, _naming(target, "written"):  # closing fails too
-        with _naming(file, "read"):
-            mode = os.fstat(source.fileno()).st_mode & 0o777 | 0o600
-        target.parent.mkdir(parents=True, exist_ok=True)
-        flags = os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC
-        with os.fdopen(os.open(target, flags, mode), "wb") as written:
-            while data := _next(source, file):
-                written.write(data)
-            written.flush()
-            os.fsync(written.fileno())
-            return written.tell()
+    with source:
+        return write_file(target, _blocks(source, file), os.fstat(source.fileno()).st_mode & 0o777 | 0o600)
 
 
-def _next(source: BinaryIO, file: Path) -> bytes:
-    with _naming(file, "read"):
-        return source.read(_BUFFER_BYTES)
-
-
-@contextmanager
-def _naming(file: Path, done: str) -> Iterator[None]:
-    """An error of the system is reported for ``file``, which cannot be ``done``."""
-    try:
-        yield
-    except OSError as error:
-        if done == "written":
-            raise write_error(file, error) from None
-        raise McaError(f"{file}: cannot be {done} ({error.strerror})") from None
+def _blocks(source: BinaryIO, file: Path) -> Iterator[bytes]:
+    with naming_read_errors(file):
+        while data := source.read(_BUFFER_BYTES):
+            yield data
 
 
 _RECOGNISED = {

@@ -32,7 +32,7 @@ from mca_models.storage.source import (
 )
 from mca_models.storage.values import cast_into, counts_in, named_counts, non_finite
 from mca_models.templates import get_family
-from mca_models.templates.classification_head import Head, label_names, with_head
+from mca_models.templates.classification_head import SCORE, Head, label_names, with_head
 from mca_models.templates.shapes import full_shape
 from mca_models.weights import Param
 from mca_models.weights.arrays import NumpyArray, NumpyDtype
@@ -65,8 +65,8 @@ class MergedSource(ModelSource):
         if adapter.model.head.num_labels is not None and base.config.head.num_labels is None:
             self.config = with_head(base.config, _head(adapter.model))
             self.params = stored_params(get_family(self.config.model_type).params(self.config))
-        own = {param.mca_name() for param in base.params}
-        self._new = {name: param for param in self.params if (name := param.mca_name()) not in own}
+        new = (param for param in self.params if param.hf[0].startswith(f"{SCORE}."))
+        self._new = {} if self.config is base.config else {param.mca_name(): param for param in new}
         for name, param in self._new.items():
             if name not in adapter.saved_by_name:
                 raise McaError(
