@@ -276,15 +276,16 @@ def require_free_destination(sources: Iterable[Path], destination: Path, *, over
             require_free(destination, overwrite=True)
         except McaError as error:
             raise McaError(f"--output_path {error}") from None
+    output = destination.resolve()
     for source in sources:
-        if source.resolve().is_relative_to(destination.resolve()):
-            raise McaError(
-                f"--output_path {destination}: contains the source {source}; name another directory"
-            )
-        if destination.resolve().is_relative_to(source.resolve()):
-            raise McaError(
-                f"--output_path {destination}: is inside the source {source}; name another directory"
-            )
+        for above, below, what in (
+            (output, source.resolve(), "contains"),
+            (source.resolve(), output, "is inside"),
+        ):
+            if below.is_relative_to(above):
+                raise McaError(
+                    f"--output_path {destination}: {what} the source {source}; name another directory"
+                )
 
 
 def _overwrite_problem(destination: Path, sources: Iterable[Path]) -> str | None:

@@ -22,7 +22,6 @@ from mca_config.model.head import HeadKind
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
 from mca_models.checkpoint.hf_writer import METADATA
-from mca_models.checkpoint.mca_directory import is_mca
 from mca_models.checkpoint.side_files import copy_side_files
 from mca_models.lora.adapter import Adapter, check_shapes, expected_shapes
 from mca_models.lora.config import FILE_NAME, AdapterConfig
@@ -47,11 +46,6 @@ logger = logging.getLogger(__name__)
 _TASKS: dict[str, HeadKind] = {"SEQ_CLS": "sequence_classification", "TOKEN_CLS": "token_classification"}
 _BASE, _FACTOR = "base_model.model.", re.compile(r"\.lora_[AB]\.weight$")
 WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
-
-
-def is_peft(path: Path) -> bool:
-    """Return whether ``path`` looks like a PEFT adapter directory."""
-    return has_entry(path, FILE_NAME) and not is_mca(path)
 
 
 def open_peft(path: Path, model: McaModelConfig) -> Adapter:

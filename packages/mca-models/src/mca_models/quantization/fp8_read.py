@@ -96,11 +96,8 @@ class Fp8Tensor(LazyTensorBase):
             values = stored.astype(np.float32)
         experts = prod(self.shape[:-2])
         rows, columns = (-(-size // part) for size, part in zip(self.shape[-2:], self.block, strict=True))
-        return np.broadcast_to(values.reshape(-1, *_grid(values, rows, columns)), (experts, rows, columns))
-
-
-def _grid(values: NumpyArray, rows: int, columns: int) -> Shape:
-    return (1, 1) if values.size == 1 else (rows, columns)
+        grid = (1, 1) if values.size == 1 else (rows, columns)
+        return np.broadcast_to(values.reshape(-1, *grid), (experts, rows, columns))
 
 
 def fp8_tensor(weight: TensorInfo, scale: TensorInfo, block: tuple[int, int] | None, dtype: str) -> Fp8Tensor:

@@ -44,7 +44,7 @@ _Geometry = tuple[Shape, tuple[_Block, ...]]  # of one tensor: its shape and blo
 
 def storages(tensor: StoredTensor) -> tuple[Part, ...]:
     """Return the runs of bytes of ``tensor``, one for each of its blocks."""
-    return tuple(_span(block) for block in _blocks(tensor))
+    return tuple(_span(block.tensor) for block in _blocks(tensor))
 
 
 def to_storage(gather: Gather, tensors: Sequence[StoredTensor]) -> Gather:
@@ -67,17 +67,15 @@ class _Same:
         return isinstance(other, _Same) and other.gather is self.gather
 
 
-def _blocks(tensor: StoredTensor) -> tuple[StridedTensor, ...]:
-    if isinstance(tensor, StridedTensor):
-        return (tensor,)
-    return tuple(chunk.tensor for chunk in tensor.chunks)
+def _blocks(tensor: StoredTensor) -> tuple[Block, ...]:
+    if isinstance(tensor, GridTensor):
+        return tensor.chunks
+    return (Block((0,) * len(tensor.shape), tensor),)
 
 
 def _geometry(tensor: StoredTensor) -> _Geometry:
-    if isinstance(tensor, StridedTensor):
-        return tensor.shape, (_Block((0,) * len(tensor.shape), tensor.shape, tensor.strides),)
-    blocks = tuple(_Block(chunk.offsets, chunk.tensor.shape, chunk.tensor.strides) for chunk in tensor.chunks)
-    return tensor.shape, blocks
+    blocks = [(block.offsets, block.tensor) for block in _blocks(tensor)]
+    return tensor.shape, tuple(_Block(offsets, inner.shape, inner.strides) for offsets, inner in blocks)
 
 
 def _span(block: StridedTensor) -> Part:

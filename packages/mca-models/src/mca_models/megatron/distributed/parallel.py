@@ -253,39 +253,31 @@ def stop() -> None:
     platform.close()
 
 
-def context_group() -> ProcessGroup:
-    """Return the context-parallel group of this rank."""
+def _group(name: str, **options: bool) -> ProcessGroup:
     from megatron.core import parallel_state
 
-    group: ProcessGroup = parallel_state.get_context_parallel_group()
+    group: ProcessGroup = getattr(parallel_state, f"get_{name}_group")(**options)
     return group
+
+
+def context_group() -> ProcessGroup:
+    """Return the context-parallel group of this rank."""
+    return _group("context_parallel")
 
 
 def pipeline_group() -> ProcessGroup:
     """Return the pipeline-parallel group of this rank."""
-    from megatron.core import parallel_state
-
-    group: ProcessGroup = parallel_state.get_pipeline_model_parallel_group()
-    return group
+    return _group("pipeline_model_parallel")
 
 
 def tensor_group() -> ProcessGroup:
     """Return the tensor-parallel group of this rank."""
-    from megatron.core import parallel_state
-
-    group: ProcessGroup = parallel_state.get_tensor_model_parallel_group()
-    return group
+    return _group("tensor_model_parallel")
 
 
 def replica_group(expert: bool) -> ProcessGroup:
     """Return the ranks with the same shard of a parameter as this one, context-parallel ranks included."""
-    from megatron.core import parallel_state
-
-    if expert:
-        group: ProcessGroup = parallel_state.get_expert_data_parallel_group()
-        return group
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    return group
+    return _group("expert_data_parallel") if expert else _group("data_parallel", with_context_parallel=True)
 
 
 def replicas(expert: bool) -> list[int]:
@@ -295,15 +287,9 @@ def replicas(expert: bool) -> list[int]:
 
 def whole_model_group() -> ProcessGroup:
     """Return the smallest group with this rank that has all pipeline stages and all experts."""
-    from megatron.core import parallel_state
-
-    group: ProcessGroup = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
-    return group
+    return _group("expert_tensor_model_pipeline_parallel")
 
 
 def expert_tensor_group() -> ProcessGroup:
     """Return the expert-tensor-parallel group of this rank."""
-    from megatron.core import parallel_state
-
-    group: ProcessGroup = parallel_state.get_expert_tensor_parallel_group()
-    return group
+    return _group("expert_tensor_parallel")
