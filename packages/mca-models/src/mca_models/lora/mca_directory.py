@@ -24,14 +24,13 @@ from mca_models.lora.adapter import Adapter, check_shapes
 from mca_models.lora.config import FILE_NAME, AdapterConfig
 from mca_models.lora.rules import rules_from_names
 from mca_models.storage.atomic import atomic_directory, write_file
-from mca_models.storage.checksum import file_crc32
 from mca_models.storage.copy_plan import Side
 from mca_models.storage.dtypes import dtype_code
 from mca_models.storage.manifest import FILE_NAME as MANIFEST
 from mca_models.storage.manifest import FileRecord, Manifest
 from mca_models.storage.safetensors import TensorInfo, plan_file, read_header
 from mca_models.storage.source import Part, checked_parts, require_full_shape, require_same_names
-from mca_models.storage.writer import SafetensorsWriter
+from mca_models.storage.writer import SafetensorsWriter, file_crc32
 from mca_models.templates.shapes import full_shape
 from mca_models.weights import Param
 from mca_models.weights.arrays import Array

@@ -1,25 +1,30 @@
 """Process groups: torch.distributed from the environment, Megatron's from a layout.
 
 Only this module reads the launcher's environment, and Megatron's global parallel state for all higher modules. Layers
-and patches, which are below it, ask Megatron for their groups.
+and patches, which are below it, ask Megatron for their groups. `LiveModel` is a model on these ranks.
 """
 
 import logging
 import os
 import resource
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.distributed
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mca_config.errors import McaError
 from mca_config.layout import Coordinates, ParallelLayout, RankGrid
+from mca_config.model_config import McaModelConfig
 from mca_models.megatron import platform
 from mca_models.megatron.distributed import rendezvous
-from mca_models.megatron.types import GptModel
+from mca_models.megatron.names import LocalParam
+from mca_models.megatron.types import GptModel, MegatronConfig
 
 _log = logging.getLogger(__name__)
 _RANK, _WORLD_SIZE = "RANK", "WORLD_SIZE"
@@ -293,3 +298,19 @@ def whole_model_group() -> ProcessGroup:
 def expert_tensor_group() -> ProcessGroup:
     """Return the expert-tensor-parallel group of this rank."""
     return _group("expert_tensor_parallel")
+
+
+class LiveModel(Protocol):
+    """One rank's part of a model: `VirtualModels`, or any class with the same attributes."""
+
+    config: McaModelConfig
+    rank_context: RankContext
+    megatron: MegatronConfig
+    chunks: torch.nn.ModuleList
+    source: Path | None
+
+    def local_params(self) -> Sequence[tuple[LocalParam, Tensor]]:
+        """Return every parameter and saved buffer of this rank with its rule, second copies included."""
+
+    def canonical_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield checkpoint names and this rank's shards, without second copies of tied weights."""

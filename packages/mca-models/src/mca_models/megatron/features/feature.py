@@ -152,9 +152,7 @@ class Feature:
     core_attention: CoreChange | None = None
     router: RouterChange | None = None
     position_embedding: str | None = None
-    prepare: Callable[[Context, MegatronConfig], AbstractContextManager[None]] = field(
-        default=lambda context, megatron: nullcontext()
-    )
+    prepare: Prepare = field(default=lambda context, megatron: nullcontext())
     finish: Callable[[GptModel, McaModelConfig], None] = field(default=lambda model, config: None)
     start: Start | None = None
 

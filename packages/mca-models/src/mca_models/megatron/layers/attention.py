@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mca_config.errors import McaError
-from mca_models.megatron.layers.bidirectional_attention import bidirectional_attention
-from mca_models.megatron.layers.sdpa import causal_attention
+from mca_models.megatron.layers.sdpa import bidirectional_attention, causal_attention
 from mca_models.megatron.layers.sharded import ShardedModule, cut_parameter
 from mca_models.megatron.layers.zigzag import rank_token_ranges, restore_token_order
 from mca_models.megatron.types import AttnMaskType, GroupCollection, MegatronConfig, PackedSeqParams

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from mca_models.megatron.distributed import parallel
+from mca_models.megatron.distributed.parallel import LiveModel
 from mca_models.megatron.factory.fill import shard_rank_and_size
-from mca_models.megatron.live_model import LiveModel
 from mca_models.megatron.names import LocalParam
 from mca_models.megatron.state.fp8 import DequantizedWeights
 from mca_models.megatron.state.param_specs import model_params

@@ -22,13 +22,13 @@ from mca_models.checkpoint.mca_directory import LATEST, iteration_name
 from mca_models.megatron import features
 from mca_models.megatron.distributed import parallel
 from mca_models.megatron.distributed.collectives import SharedDirectory, run_on_first_rank
+from mca_models.megatron.distributed.parallel import LiveModel
 from mca_models.megatron.distributed.writer import (
     METADATA,
     PendingWrite,
     suppress_writer_warnings,
     write_state,
 )
-from mca_models.megatron.live_model import LiveModel
 from mca_models.megatron.state.save import copy_model_side_files
 from mca_models.megatron.types import GptModel, ShardedState
 from mca_models.storage.atomic import write_file
