@@ -184,9 +184,7 @@ def copy_side_files(source: Path, target: Path) -> dict[str, int]:
 
 def _copy(file: Path, target: Path) -> int:
     """Copy a file with its permissions, as far as the umask leaves them; returns its size."""
-    with naming_read_errors(file):
-        source = os.fdopen(open_regular(file), "rb")
-    with source:
+    with naming_read_errors(file), os.fdopen(open_regular(file), "rb") as source:
         return write_file(target, _blocks(source, file), os.fstat(source.fileno()).st_mode & 0o777 | 0o600)
 
 
