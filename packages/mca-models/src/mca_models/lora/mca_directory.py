@@ -120,6 +120,8 @@ def write_mca_adapter(
         overwrite: Replace an existing ``destination``.
         proceed: Called with the written directory before it is put in place; raises to stop.
     """
+    import numpy as np
+
     adapter = with_layout(adapter, layout)
     plan = plan_adapter(adapter)
     with atomic_directory(destination, overwrite=overwrite, proceed=proceed) as folder:
@@ -128,7 +130,8 @@ def write_mca_adapter(
             target = plan_file(folder / iteration_name(1) / file, plan.specs(file))
             with SafetensorsWriter(target) as writer:
                 for param, rank in pieces:
-                    writer.write(param.mca_name(), _bytes(_piece(adapter, param, rank)))
+                    piece = adapter.piece(param, rank, shard_count(param, layout))
+                    writer.write(param.mca_name(), np.ascontiguousarray(piece))
             records[file] = writer.record
         if side_files is not None:
             copy_side_files(side_files, folder)
@@ -158,13 +161,3 @@ def with_layout(adapter: Adapter, layout: ParallelLayout) -> Adapter:
     names = {*by_name, *(name for param in adapter.params for name in param.hf_names())}
     rules = rules_from_names(model, adapter.config, names)
     return Adapter(model, adapter.config, rules, lambda param: adapter.read(by_name[param.mca_name()]))
-
-
-def _piece(adapter: Adapter, param: Param, rank: int) -> Array:
-    return adapter.piece(param, rank, shard_count(param, adapter.model.layout))
-
-
-def _bytes(x: Array) -> Array:
-    import numpy as np
-
-    return np.ascontiguousarray(x).reshape(-1).view("uint8")

@@ -227,7 +227,7 @@ def write_peft(
         specs = [(name, dtype_code(x.dtype), tuple(x.shape)) for name, x in arrays.items()]
         with SafetensorsWriter(plan_file(folder / WEIGHTS, specs, METADATA)) as writer:
             for name, x in arrays.items():
-                writer.write(name, x.reshape(-1).view("uint8"))
+                writer.write(name, x)
         if side_files is not None:
             copy_side_files(side_files, folder)
         write_file(folder / FILE_NAME, adapter.config.to_json().encode())
