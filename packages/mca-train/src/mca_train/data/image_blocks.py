@@ -19,9 +19,9 @@ from mca_config.types import JsonObject, Values
 from mca_train.config.arguments import DataArguments
 from mca_train.data.encoding import block_tokenizer
 from mca_train.data.file_rows import FileRows, Row
-from mca_train.data.grids import Grid
 from mca_train.data.image_rows import ImageRows
 from mca_train.data.media_tokens import Span
+from mca_train.data.medium_tokens import Grid
 from mca_train.data.placeholders import require_no_placeholders
 from mca_train.data.sample_images import DatasetImages, ImageTable, SampleImages
 from mca_train.data.samples import map_in_memory

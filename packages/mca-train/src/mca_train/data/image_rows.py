@@ -20,7 +20,6 @@ from mca_train.config.arguments import DataArguments, PairArguments
 from mca_train.data.audio_tokens import AudioOptions, audio_tokens
 from mca_train.data.encoding import Encoded, RowEncoder, without_nulls
 from mca_train.data.formats import COLUMN_KEYS, RowConverter, columns_by_medium, detect_format, row_converter
-from mca_train.data.grids import Grid
 from mca_train.data.image_files import open_image
 from mca_train.data.image_placement import (
     MediaFile,
@@ -33,6 +32,7 @@ from mca_train.data.image_placement import (
 from mca_train.data.image_processors import image_tokens, with_image_marks
 from mca_train.data.long_texts import TokenPrefix
 from mca_train.data.media_tokens import MediaTokens
+from mca_train.data.medium_tokens import Grid
 from mca_train.data.message_parts import MEDIA, media_type
 from mca_train.data.placeholders import IMAGE_TAG, MediaTagCheck, media_fields, require_no_placeholders
 from mca_train.data.row_paths import RowPaths
@@ -193,7 +193,7 @@ class ImageRows:
             require_equal_counts(0, len(column_images))
             return text, []
         require_equal_counts(text.count(IMAGE_TAG), len(column_images))
-        marked = text.replace(IMAGE_TAG, self.tokens.mark(self.tokenizer))
+        marked = text.replace(IMAGE_TAG, self.tokens.mark())
         return marked, [open_image(each, self._reader.paths) for each in column_images]
 
     def grids(self, files: Sequence[MediaFile], row_place: str) -> list[Grid]:

@@ -1,6 +1,6 @@
 """Tokens of a model's images, videos and audio together: placeholders, locations and tensors in their order.
 
-`image_tokens`, `video_tokens` and `audio_tokens` count those of one medium.
+`medium_tokens` has those of one medium.
 """
 
 from collections import Counter
@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -21,19 +20,15 @@ from mca_models.media import ImageSpan
 from mca_models.megatron.features.sequence_media import join_tensors
 from mca_train.data.audio_files import AudioFile
 from mca_train.data.audio_tokens import AudioTokens
-from mca_train.data.grids import Grid
 from mca_train.data.image_files import ImageFile
 from mca_train.data.image_placement import MediaFile
-from mca_train.data.image_tokens import ImageTokens
+from mca_train.data.medium_tokens import Grid, ImageTokens
 from mca_train.data.message_parts import AUDIO, IMAGE, VIDEO
 from mca_train.data.video_sound import SoundingVideoTokens
 from mca_train.data.video_tokens import VideoTokens
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 Span = tuple[int, int]
-"""First token of a medium and one past its last, including its start and end marks."""
+"""First token of an image and one past its last, including its start and end marks."""
 
 
 class MediaTokens:
@@ -105,9 +100,9 @@ class MediaTokens:
             counts[grid.medium] += 1
         return self._images.in_sequence(numbered) if counts[IMAGE] else numbered
 
-    def mark(self, tokenizer: "PreTrainedTokenizerBase") -> str:
+    def mark(self) -> str:
         """Return the text of an image in plain text: a placeholder with the family's marks."""
-        return self._images.mark(tokenizer)
+        return self._images.mark()
 
     def where(self, tokens: ArrayLike) -> list[int]:
         """Return the indices of all placeholders."""
@@ -128,12 +123,11 @@ class MediaTokens:
         return tuple(span for grid, where in split for span in self._of(grid.medium).locate(where, grid))
 
     def spans(self, tokens: ArrayLike, grids: Sequence[Grid]) -> list[Span]:
-        """Return the spans of the media with these ``grids`` in ``tokens``, with their marks."""
+        """Return the spans of the images with these ``grids`` in ``tokens``, with their marks."""
         found, tokens = [], np.asarray(tokens)
         for grid, where in self._split(tokens, grids):
             start, stop = where[0], where[-1] + 1
-            known = self._of(grid.medium)
-            before, after = known.marks(grid)
+            before, after = self._images.marks(grid)
             start -= len(before) * (tokens[max(start - len(before), 0) : start].tolist() == [*before])
             stop += len(after) * (tokens[stop : stop + len(after)].tolist() == [*after])
             found.append((start, stop))

@@ -14,8 +14,8 @@ from torch import Tensor
 from mca_config.errors import McaError
 from mca_config.types import Values
 from mca_models.media import ImageSpan
-from mca_train.data.grids import Grid
 from mca_train.data.image_rows import ImageRows
+from mca_train.data.medium_tokens import Grid
 
 if TYPE_CHECKING:
     import datasets

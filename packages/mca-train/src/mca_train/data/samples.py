@@ -16,8 +16,8 @@ from mca_config.types import JsonObject, Values
 from mca_train.config.arguments import DataArguments
 from mca_train.data.encoding import Encoded, RowEncoder, RowNumbers, block_tokenizer, warn_truncated_rows
 from mca_train.data.formats import media_columns
-from mca_train.data.grids import Grid
 from mca_train.data.image_rows import ImageRows, without_decoding
+from mca_train.data.medium_tokens import Grid
 from mca_train.data.sample_images import DatasetImages, ImageTable, complete_images
 from mca_train.data.token_dataset import TokenDataset
 from mca_train.data.tools import null_filter
