@@ -5,11 +5,13 @@ and `media_tokens` counts tokens.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
+
+from torch import Tensor
 
 from mca_config.errors import McaError, UsageError
 from mca_config.model_config import McaModelConfig
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Rows = TypeVar("Rows", "datasets.Dataset", "datasets.IterableDataset")
+Name = TypeVar("Name")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +145,32 @@ class ImageRows:
     def files(self, row: Values, side: int = 0) -> list[MediaFile]:
         """Return the images and videos of one sequence of a row, in the order of their placeholders."""
         return self.text(row)[1] if self._texts else self._read_images(row)[1][side]
+
+    def tensors(
+        self,
+        rows: Mapping[Name, Values],
+        origins: Sequence[tuple[Name, int]],
+        grids: Sequence[Grid],
+        location: str,
+        side: int = 0,
+    ) -> dict[str, Tensor]:
+        """Return the inputs of the towers for media of several rows.
+
+        Args:
+            rows: Rows by any name.
+            origins: Name of the row of each medium, and its index in the row.
+            grids: Grids of the media.
+            location: Location of the rows, for errors.
+            side: Index of the sequence in its row.
+
+        Raises:
+            McaError: A file cannot be read, or has changed.
+        """
+        try:
+            files = {name: self.files(row, side) for name, row in rows.items()}
+            return self.tokens.tensors([files[name][which] for name, which in origins], grids)
+        except McaError as error:
+            raise McaError(f"{location}: {error}") from error
 
     def encode_row(
         self, row: Values, encode: RowEncoder, row_place: str
@@ -253,7 +282,7 @@ class ImageRows:
         return next(iter(found.values()), [])
 
     def _num_repeated_turns(self, plain: Values) -> int:
-        """Return the number of prompt turns that both conversations of a pair repeat; see `preferences.split_row`."""
+        """Return the number of prompt turns that both conversations of a pair repeat; see `encoding.split_row`."""
         own = self.arguments
         if not isinstance(own, PairArguments):
             return 0
