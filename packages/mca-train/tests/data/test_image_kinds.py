@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from functools import partial
 from types import SimpleNamespace
 
 import datasets
@@ -41,9 +42,11 @@ from mca_train.data.image_tiles import TileRowTokens
 from mca_train.data.media_tokens import MediaTokens
 from mca_train.data.medium_tokens import Grid, MediaContext, load_processor
 from mca_train.data.video_files import VideoFacts
-from mca_train.data.video_tokens import PooledVideoTokens, SliceVideoTokens, VideoOptions
+from mca_train.data.video_tokens import PooledVideoTokens, SliceVideoTokens
 from mca_train.tasks.load import load_tokenized
 from mca_train.tasks.table import TASKS
+
+data_arguments = partial(DataArguments, model_name_or_path="m")
 
 
 @pytest.fixture(params=KINDS)
@@ -59,7 +62,7 @@ def made(request, tmp_path, monkeypatch):
 def load(kind, folder, *rows):
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     images = ImageReader(config=kind.config, directories=(folder / "model",))
-    given = DataArguments(model_name_or_path="m", seq_length=4096)
+    given = data_arguments(seq_length=4096)
     return load_tokenized(TASKS["sft"], [str(folder / "rows.jsonl")], kind.tokenizer, given, images=images)
 
 
@@ -369,10 +372,10 @@ def test_frames_of_llava_onevision_end_with_one_token(wanted, tmp_path, monkeypa
 def test_a_clip_with_fewer_frames_than_gemma4_takes_is_seen_as_a_whole():
     kind, _ = gemma4()
     context = MediaContext(kind.videos, 1, kind.config, kind.tokenizer)
-    tokens = PooledVideoTokens(context, VideoOptions())
+    tokens = PooledVideoTokens(context, data_arguments())
     grid = tokens.grid(VideoFacts(5, 2.0, 16, 24))
     assert (grid.frames, grid.times) == (5, (0.0, 0.5, 1.0, 1.5, 2.0))
-    few = PooledVideoTokens(context, VideoOptions(max_frames=4))
+    few = PooledVideoTokens(context, data_arguments(video_max_frames=4))
     assert few.grid(VideoFacts(8, 2.0, 16, 24)).times == (0.0, 1.0, 2.0, 3.0)
 
 
@@ -480,15 +483,15 @@ def test_options_of_videos_that_minicpm_cannot_use_raise_one_error():
         context = MediaContext(videos, 1, kind.config, kind.tokenizer)
         return SliceVideoTokens(context, options, numbered=True)
 
-    assert tokens(VideoOptions(max_frames=3)).grid(VideoFacts(80, 8.0, 448, 448)).frames == 3
-    assert tokens(VideoOptions(fps=1.0)).grid(VideoFacts(80, 8.0, 448, 448)).frames == 10
+    assert tokens(data_arguments(video_max_frames=3)).grid(VideoFacts(80, 8.0, 448, 448)).frames == 3
+    assert tokens(data_arguments(video_fps=1.0)).grid(VideoFacts(80, 8.0, 448, 448)).frames == 10
     expected = r"video_fps is 2; expected 1, because MiniCPMV4_6VideoProcessor .*; leave it out"
     with pytest.raises(UsageError, match=expected):
-        tokens(VideoOptions(fps=2.0))
+        tokens(data_arguments(video_fps=2.0))
     with pytest.raises(UsageError, match="stack_frames is 3; expected 1"):
-        tokens(VideoOptions(), stack_frames=3)
+        tokens(data_arguments(), stack_frames=3)
     with pytest.raises(McaError, match=r"lasts 10.0 seconds, more than video_max_seconds 4"):
-        tokens(VideoOptions(max_seconds=4.0)).grid(VideoFacts(80, 8.0, 448, 448))
+        tokens(data_arguments(video_max_seconds=4.0)).grid(VideoFacts(80, 8.0, 448, 448))
 
 
 @pytest.mark.parametrize("size", [(16, 16), (16, 32), (32, 16), (32, 48)])

@@ -101,10 +101,10 @@ def test_a_chunk_of_sound_has_the_positions_of_its_seconds(
         monkeypatch.setattr(video_sound, name, lambda *_, result=result: result)
     monkeypatch.setattr(video_sound, "SoundingVideoTokens", lambda *given: given)
     config: Any = SimpleNamespace(model_type="m", vision_fields=fields)
-    options: Any = SimpleNamespace(sound=asked)
+    arguments: Any = SimpleNamespace(use_audio_in_video=asked)
 
     def made() -> Any:
-        return video_sound.sounding_video_tokens(config, (), None, options, None)  # type: ignore[arg-type]
+        return video_sound.sounding_video_tokens(config, (), None, arguments)  # type: ignore[arg-type]
 
     assert made() == (("frames", "sound", "marks", 25, chunk) if asked else "frames")
     monkeypatch.setattr(video_sound, "positions_per_second", lambda config: None)

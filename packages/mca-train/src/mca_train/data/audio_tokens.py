@@ -1,7 +1,6 @@
 """Token counts and spectrograms of audio clips, from the feature extractor of the checkpoint."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +14,7 @@ from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.media import ImageSpan
 from mca_models.templates import get_family
+from mca_train.config.arguments import DataArguments
 from mca_train.data.audio_files import AudioFacts, AudioFile, require_audio_packages
 from mca_train.data.medium_tokens import (
     Grid,
@@ -31,28 +31,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-@dataclass(frozen=True, kw_only=True)
-class AudioOptions:
-    """Options of a run for its audio clips; see `DataArguments`."""
-
-    max_seconds: float | None = None
-
-
 class AudioTokens(MediumTokens):
     """Audio tokens of a model.
 
     Args:
         context: Feature extractor and model.
-        options: Options of the run.
+        arguments: Options of the run.
     """
 
     _made_mask, _mask_dtype = "attention_mask", torch.long
     """Output of the feature extractor, and the dtype that the tower takes."""
 
-    def __init__(self, context: MediaContext, options: AudioOptions) -> None:
+    def __init__(self, context: MediaContext, arguments: DataArguments) -> None:
         super().__init__(context)
         assert context.family.audio is not None, "a model with audio has a tower for it"
-        self._tower, self._options = context.family.audio, options
+        self._tower, self._arguments = context.family.audio, arguments
 
     def grid(self, facts: AudioFacts) -> Grid:
         """Return the grid of a clip.
@@ -62,7 +55,7 @@ class AudioTokens(MediumTokens):
         """
         for limit, reason, advice in (
             (
-                self._options.max_seconds,
+                self._arguments.audio_max_seconds,
                 "more than audio_max_seconds {:g}",
                 "cut it, raise audio_max_seconds, or",
             ),
@@ -148,8 +141,8 @@ class MarkedAudioTokens(AudioTokens):
 
     _made_mask, _mask_dtype = "input_features_mask", torch.bool
 
-    def __init__(self, context: MediaContext, options: AudioOptions) -> None:
-        super().__init__(context, options)
+    def __init__(self, context: MediaContext, arguments: DataArguments) -> None:
+        super().__init__(context, arguments)
         assert self._tower.marks is not None, "the processor writes marks"
         first, last = config_ids(context.config, *self._tower.marks)
         self.enclosing = [first], [last]
@@ -171,7 +164,7 @@ def audio_tokens(
     config: McaModelConfig,
     directories: Sequence[Path],
     tokenizer: "PreTrainedTokenizerBase",
-    options: AudioOptions,
+    arguments: DataArguments,
 ) -> AudioTokens:
     """Return the audio tokens of a model, whose feature extractor is in one of ``directories``.
 
@@ -184,4 +177,4 @@ def audio_tokens(
     token = require_placeholder(AUDIO, config, config.vision_fields)
     require_audio_packages()
     kind = AudioTokens if part.audio.marks is None else MarkedAudioTokens
-    return kind(MediaContext(load_processor(directories, AUDIO), token, config, tokenizer), options)
+    return kind(MediaContext(load_processor(directories, AUDIO), token, config, tokenizer), arguments)

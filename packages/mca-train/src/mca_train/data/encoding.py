@@ -4,7 +4,7 @@ A row has one answer, or a chosen and a rejected one. Errors name the problem of
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, TypeVar, cast
@@ -114,19 +114,6 @@ class WarningRecorder(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Append the text of ``record``."""
         self.lines.append(record.getMessage())
-
-
-def warn_truncated_rows(is_cut: Iterable[bool], length: int, key: str) -> None:
-    """Log a warning with the number of truncated rows."""
-    cut = list(is_cut)
-    if any(cut):
-        logger.warning(
-            "%s: %d of %d rows are longer than seq_length %d and are truncated at the end",
-            key,
-            sum(cut),
-            len(cut),
-            length,
-        )
 
 
 def row_encoder(

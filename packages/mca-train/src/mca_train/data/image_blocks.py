@@ -22,7 +22,7 @@ from mca_train.data.media_tokens import Span
 from mca_train.data.medium_tokens import Grid
 from mca_train.data.placeholders import require_no_placeholders
 from mca_train.data.sample_images import DatasetImages, ImageTable, SampleImages
-from mca_train.data.samples import map_in_memory
+from mca_train.data.samples import lists, map_in_memory
 from mca_train.data.streams import FileRows, Row
 from mca_train.data.token_dataset import IGNORED, Sample, TokenDataset
 
@@ -77,22 +77,13 @@ def image_blocks(
 def _tokenize_rows(
     rows: "datasets.Dataset", read: ImageRows, arguments: DataArguments, key: str
 ) -> "datasets.Dataset":
-    import datasets
-
     encode = text_encoder(rows.column_names, read, arguments, key)
 
     def made(row: Values, index: int) -> JsonObject:
         tokens, targets, grids = encode(row, f"row {index}")
         return {"input_ids": tokens, "is_target": targets, "grids": [grid.numbers for grid in grids]}
 
-    def lists(kind: str) -> "datasets.Sequence":
-        return datasets.Sequence(datasets.Value(kind))
-
-    features = {
-        "input_ids": lists("int32"),
-        "is_target": lists("bool"),
-        "grids": datasets.Sequence(lists("float64")),
-    }
+    features = {"input_ids": lists("int32", 1), "is_target": lists("bool", 1), "grids": lists("float64", 2)}
     return map_in_memory(rows, made, features, arguments.preprocessing_num_workers)
 
 

@@ -17,9 +17,7 @@ from mca_config.errors import McaError, UsageError
 from mca_config.model_config import McaModelConfig
 from mca_config.redaction import redacted
 from mca_config.types import JsonObject, Values
-from mca_models.media import placeholders
 from mca_train.config.arguments import DataArguments, PairArguments
-from mca_train.data.audio_tokens import AudioOptions, audio_tokens
 from mca_train.data.encoding import Encoded, RowEncoder, without_nulls
 from mca_train.data.formats import COLUMN_KEYS, RowConverter, columns_by_medium, detect_format, row_converter
 from mca_train.data.image_files import open_image
@@ -31,15 +29,13 @@ from mca_train.data.image_placement import (
     require_equal_counts,
     typed_media,
 )
-from mca_train.data.image_processors import image_tokens, with_image_marks
+from mca_train.data.image_processors import with_image_marks
 from mca_train.data.long_texts import TokenPrefix
 from mca_train.data.media_tokens import MediaTokens
 from mca_train.data.medium_tokens import Grid
 from mca_train.data.message_parts import MEDIA, media_type
 from mca_train.data.placeholders import IMAGE_TAG, MediaTagCheck, media_fields, require_no_placeholders
 from mca_train.data.row_paths import RowPaths
-from mca_train.data.video_sound import sounding_video_tokens
-from mca_train.data.video_tokens import VideoOptions
 from mca_train.types import Upstream
 
 if TYPE_CHECKING:
@@ -67,19 +63,10 @@ class ImageReader:
     paths: RowPaths = field(default_factory=RowPaths)
     _tokens: list[MediaTokens] = field(default_factory=list)
 
-    def tokens(
-        self, tokenizer: "PreTrainedTokenizerBase", videos: VideoOptions, audio: AudioOptions
-    ) -> MediaTokens:
+    def tokens(self, tokenizer: "PreTrainedTokenizerBase", arguments: DataArguments) -> MediaTokens:
         """Return the tokens of media, whose processors are loaded when a row needs them."""
         if not self._tokens:
-            config, directories = self.config, self.directories
-            made = MediaTokens(
-                lambda: image_tokens(config, directories, tokenizer),
-                lambda: sounding_video_tokens(config, directories, tokenizer, videos, audio),
-                lambda: audio_tokens(config, directories, tokenizer, audio),
-                placeholders(media_fields(config, tokenizer)),
-            )
-            self._tokens.append(made)
+            self._tokens.append(MediaTokens(self.config, self.directories, tokenizer, arguments))
         return self._tokens[0]
 
 
@@ -132,15 +119,7 @@ class ImageRows:
     @property
     def tokens(self) -> MediaTokens:
         """Tokens of the model's media."""
-        own = self.arguments
-        videos = VideoOptions(
-            fps=own.video_fps,
-            max_frames=own.video_max_frames,
-            max_seconds=own.video_max_seconds,
-            sound=bool(own.use_audio_in_video),
-        )
-        audio = AudioOptions(max_seconds=own.audio_max_seconds)
-        return self._reader.tokens(self.tokenizer, videos, audio)
+        return self._reader.tokens(self.tokenizer, self.arguments)
 
     def files(self, row: Values, side: int = 0) -> list[MediaFile]:
         """Return the images and videos of one sequence of a row, in the order of their placeholders."""

@@ -16,11 +16,12 @@ from mca_config.errors import UsageError
 from mca_config.model_config import McaModelConfig
 from mca_models.media import ImageSpan
 from mca_models.templates import get_family
-from mca_train.data.audio_tokens import AudioOptions, AudioTokens, audio_tokens
+from mca_train.config.arguments import DataArguments
+from mca_train.data.audio_tokens import AudioTokens, audio_tokens
 from mca_train.data.medium_tokens import Grid, config_ids
 from mca_train.data.message_parts import AUDIO, VIDEO
 from mca_train.data.video_files import Video, VideoFacts, VideoFile
-from mca_train.data.video_tokens import VideoOptions, VideoTokens, positions_per_second, video_tokens
+from mca_train.data.video_tokens import VideoTokens, positions_per_second, video_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -160,16 +161,15 @@ def sounding_video_tokens(
     config: McaModelConfig,
     directories: Sequence[Path],
     tokenizer: "PreTrainedTokenizerBase",
-    videos: VideoOptions,
-    audio: AudioOptions,
+    arguments: DataArguments,
 ) -> VideoTokens | SoundingVideoTokens:
-    """Return the video tokens of a model, with their sound if ``videos`` asks for it.
+    """Return the video tokens of a model, with their sound if ``arguments`` ask for it.
 
     Raises:
         UsageError: The model does not support videos, or not with sound; or a package or a processor is missing.
     """
-    frames = video_tokens(config, directories, tokenizer, videos)
-    if not videos.sound:
+    frames = video_tokens(config, directories, tokenizer, arguments)
+    if not arguments.use_audio_in_video:
         return frames
     part = get_family(config.model_type).vision
     per_second = positions_per_second(config)
@@ -180,6 +180,6 @@ def sounding_video_tokens(
         )
     seconds = (config.vision_fields or {}).get("seconds_per_chunk", 2.0)
     chunk = int(per_second * seconds) if part.video_rules.sound == "chunks" else None
-    sound = audio_tokens(config, directories, tokenizer, audio)
+    sound = audio_tokens(config, directories, tokenizer, arguments)
     marks = config_ids(config, "audio_start_token_id", "audio_end_token_id")
     return SoundingVideoTokens(frames, sound, marks, per_second, chunk)

@@ -11,7 +11,7 @@ MiniCPM-V           each frame is an image with slices, all behind the number of
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +26,7 @@ from mca_models.media import ImageSpan
 from mca_models.megatron.features.media_features import split_patches
 from mca_models.templates import get_family
 from mca_models.templates.parts.vision_tower import VideoTokenKind
+from mca_train.config.arguments import DataArguments
 from mca_train.data.image_processors import frame_title
 from mca_train.data.image_tiles import INTERNVL_MARKS, SliceTokens
 from mca_train.data.medium_tokens import (
@@ -57,22 +58,12 @@ DEFAULT_FPS = 2.0
 """Frames per second where neither the run nor the checkpoint gives a number, as in Qwen's own tools."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class VideoOptions:
-    """Options of a run for its videos; see `DataArguments`."""
-
-    fps: float | None = None
-    max_frames: int | None = None
-    max_seconds: float | None = None
-    sound: bool = False
-
-
 class VideoTokens(MediumTokens):
     """Video tokens of a model whose frames follow one another.
 
     Args:
         context: Video processor, which is changed to the options, and model.
-        options: Options of the run.
+        arguments: Options of the run.
 
     Raises:
         UsageError: The options do not fit the processor.
@@ -83,9 +74,9 @@ class VideoTokens(MediumTokens):
     uses_sound = False
     """The sound of videos is used."""
 
-    def __init__(self, context: MediaContext, options: VideoOptions) -> None:
+    def __init__(self, context: MediaContext, arguments: DataArguments) -> None:
         super().__init__(context)
-        self._options, self._rules = options, context.family.video_rules
+        self._arguments, self._rules = arguments, context.family.video_rules
         self._tokens_per_second = positions_per_second(context.config)
         processor, rules = self.processor, self._rules
         if rules is not None:
@@ -93,7 +84,7 @@ class VideoTokens(MediumTokens):
             processor.size = type(processor.size)(shortest_edge=least, longest_edge=most)
         self._sides = self._resized_sides()
         self._sampled = lru_cache(maxsize=1 << 12)(self._sample)
-        _apply_options(processor, options, DEFAULT_FPS if rules is None else rules.fps)
+        _apply_options(processor, arguments, DEFAULT_FPS if rules is None else rules.fps)
 
     @property
     def list_fps(self) -> float:
@@ -124,7 +115,7 @@ class VideoTokens(MediumTokens):
 
     def _require_short(self, facts: VideoFacts) -> None:
         """Raise an error for a video that is too long."""
-        limit = self._options.max_seconds
+        limit = self._arguments.video_max_seconds
         if limit is not None and facts.seconds > limit:
             raise McaError(
                 f"it lasts {facts.seconds:.1f} seconds, more than video_max_seconds {limit:g}; cut it, raise "
@@ -144,7 +135,7 @@ class VideoTokens(MediumTokens):
         """Return the indices of the frames that the model sees."""
         from transformers.video_utils import VideoMetadata
 
-        step, most = self.processor.temporal_patch_size, self._options.max_frames
+        step, most = self.processor.temporal_patch_size, self._arguments.video_max_frames
         if facts.frames < step:
             return tuple(range(facts.frames))
         size = {"width": facts.width, "height": facts.height}
@@ -219,8 +210,8 @@ class TimedVideoTokens(VideoTokens):
     titles_follow = False
     """True if the time of a frame is behind it."""
 
-    def __init__(self, context: MediaContext, options: VideoOptions) -> None:
-        super().__init__(context, options)
+    def __init__(self, context: MediaContext, arguments: DataArguments) -> None:
+        super().__init__(context, arguments)
         self._first, self._last = self._frame_marks()
 
     def _frame_marks(self) -> list[int]:
@@ -330,7 +321,7 @@ class _EvenFrames(_UnmergedFrames):
         from transformers.video_utils import VideoMetadata
 
         count = self.processor.num_frames or int(facts.frames / facts.fps * self.processor.fps)
-        most = self._options.max_frames or facts.frames
+        most = self._arguments.video_max_frames or facts.frames
         known = VideoMetadata(total_num_frames=facts.frames, fps=facts.fps)
         count = max(min(count, most, facts.frames), 1)
         return tuple(map(int, self.processor.sample_frames(metadata=known, num_frames=count)))
@@ -342,8 +333,8 @@ class NumberedFrameTokens(_EvenFrames, FrameImageTokens):
     The title of the first frame is in the rendered chat already; see `with_image_marks`.
     """
 
-    def __init__(self, context: MediaContext, options: VideoOptions) -> None:
-        super().__init__(context, options)
+    def __init__(self, context: MediaContext, arguments: DataArguments) -> None:
+        super().__init__(context, arguments)
         self._length = context.fields.get("image_seq_length", 256)
 
     def _frame_marks(self) -> list[int]:
@@ -371,8 +362,8 @@ class NumberedFrameTokens(_EvenFrames, FrameImageTokens):
 class PooledFrameTokens(_EvenFrames):
     """Video tokens of LLaVA-OneVision: a fixed number for each frame, one after the other, and one at the end."""
 
-    def __init__(self, context: MediaContext, options: VideoOptions) -> None:
-        super().__init__(context, options)
+    def __init__(self, context: MediaContext, arguments: DataArguments) -> None:
+        super().__init__(context, arguments)
         assert context.family.tokens_per_frame is not None, "pooled frames have a fixed number of features"
         self._length = context.family.tokens_per_frame(context.config)
 
@@ -399,21 +390,21 @@ class SliceVideoTokens(_UnmergedFrames):
 
     Args:
         context: Video processor and model.
-        options: Options of the run.
+        arguments: Options of the run.
         numbered: The number of the video is in front of it.
 
     Raises:
         UsageError: The options or the processor are not supported.
     """
 
-    def __init__(self, context: MediaContext, options: VideoOptions, *, numbered: bool) -> None:
+    def __init__(self, context: MediaContext, arguments: DataArguments, *, numbered: bool) -> None:
         processor, self._slices = context.processor, SliceTokens(context, numbered=numbered)
         processor.downsample_mode = context.fields.get("downsample_mode", "16x")
-        super().__init__(context, options)
-        if options.fps not in (None, self.list_fps):
+        super().__init__(context, arguments)
+        if arguments.video_fps not in (None, self.list_fps):
             raise UsageError(
-                f"video_fps is {options.fps:g}; expected 1, because {type(processor).__name__} takes one frame of each "
-                "second; leave it out"
+                f"video_fps is {arguments.video_fps:g}; expected 1, because {type(processor).__name__} takes one frame "
+                "of each second; leave it out"
             )
         if processor.stack_frames > 1:
             raise UsageError(
@@ -421,7 +412,7 @@ class SliceVideoTokens(_UnmergedFrames):
                 "that are stacked into one are not supported"
             )
         processor.max_num_frames = min(
-            processor.max_num_frames, options.max_frames or processor.max_num_frames
+            processor.max_num_frames, arguments.video_max_frames or processor.max_num_frames
         )
 
     @property
@@ -473,12 +464,12 @@ class SliceVideoTokens(_UnmergedFrames):
         return {"pixel_values": split_patches(made["pixel_values_videos"]), "target_sizes": sizes}
 
 
-def _apply_options(processor: ImageProcessor, options: VideoOptions, fps: float) -> None:
-    if options.fps is not None:
-        processor.fps, processor.num_frames = options.fps, None
+def _apply_options(processor: ImageProcessor, arguments: DataArguments, fps: float) -> None:
+    if arguments.video_fps is not None:
+        processor.fps, processor.num_frames = arguments.video_fps, None
     elif processor.fps is None and processor.num_frames is None:
         processor.fps = fps
-    if (most := options.max_frames) is not None:
+    if (most := arguments.video_max_frames) is not None:
         if most < processor.temporal_patch_size:
             raise UsageError(
                 f"video_max_frames is {most}; expected at least {processor.temporal_patch_size}, the frames that the "
@@ -509,7 +500,7 @@ def video_tokens(
     config: McaModelConfig,
     directories: Sequence[Path],
     tokenizer: "PreTrainedTokenizerBase",
-    options: VideoOptions,
+    arguments: DataArguments,
 ) -> VideoTokens:
     """Return the video tokens of a model, whose video processor is in one of ``directories``.
 
@@ -527,8 +518,8 @@ def video_tokens(
     context = MediaContext(load_processor(directories, VIDEO), token, config, tokenizer)
     if kind is SliceVideoTokens:
         numbered = getattr(load_processor(directories, IMAGE), "use_image_id", True)  # as in transformers
-        return SliceVideoTokens(context, options, numbered=numbered)
-    return kind(context, options)
+        return SliceVideoTokens(context, arguments, numbered=numbered)
+    return kind(context, arguments)
 
 
 def positions_per_second(config: McaModelConfig) -> float | None:
