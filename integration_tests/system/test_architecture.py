@@ -1,6 +1,7 @@
 """Imports between the four packages, checked on their source. Each check is shown to fail on planted source."""
 
 import ast
+import re
 import sys
 import tomllib
 from dataclasses import dataclass
@@ -436,3 +437,29 @@ def test_requirements_are_read_as_import_names():
     base, with_extras = declared("mca_models")
     assert base == {"mca_config", "ml_dtypes", "numpy"}
     assert {"torch", "megatron", "transformer_engine"} <= with_extras
+
+
+FOUND_BY_NAME = {
+    "mca-models": {
+        "megatron/layers/alibi.py": "alibi_slopes",
+        "megatron/features/dsa.py": "dsa_attention",
+        "megatron/peft/linear.py": "LoraLinear",
+        "megatron/state/export.py": "export_buckets",
+        "megatron/state/fp8.py": "quantised",
+    },
+    "mca-train": {
+        "batching/packing.py": "PackedDataset",
+        "data/mixture.py": "Mixture",
+        "engine/optimizer.py": "build_optimizer",
+        "losses/mtp.py": "MtpLoss",
+        "trainer/sigterm.py": "StopSignal",
+    },
+}
+"""Files that somebody from Megatron opens for a feature by name alone, and the function or class that is there."""
+
+
+@pytest.mark.parametrize("package", FOUND_BY_NAME)
+def test_a_feature_is_in_the_file_of_its_name(package):
+    source = ROOT / "packages" / package / "src" / package.replace("-", "_")
+    for file, name in FOUND_BY_NAME[package].items():
+        assert re.search(rf"^(def|class) {name}\b", (source / file).read_text(), re.MULTILINE), file
