@@ -11,7 +11,7 @@ from mca_config.errors import McaError
 from mca_train import groups
 from mca_train.metrics import metric_accumulator
 from mca_train.metrics.metric_accumulator import AuxLossMeter, MetricAccumulator, SourceLosses
-from mca_train.trainer.hf_shims import name_missing_metric
+from mca_train.trainer.base import name_missing_metric
 
 
 @pytest.fixture

@@ -301,6 +301,7 @@ def test_sources_have_losses_of_their_own_if_the_loss_is_that_of_tokens(
     dataset: Any = Mixture.__new__(Mixture) if is_mixture else object()
     if is_mixture:
         monkeypatch.setattr(Mixture, "names", ("web", "code"), raising=False)
-    hooks = SimpleNamespace(metric_names=metric_names, token_values=token_values)
-    own: Any = SimpleNamespace(_hooks=hooks, _hf=SimpleNamespace(ranks=SimpleNamespace(device="cpu")))
+    ranks = SimpleNamespace(device="cpu")
+    hf = SimpleNamespace(metric_names=metric_names, token_values=token_values, ranks=ranks)
+    own: Any = SimpleNamespace(_hf=hf)
     assert Logger._new_source_losses(own, dataset) == ((names, "cpu") if names else None)

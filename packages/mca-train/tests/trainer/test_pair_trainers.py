@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from mca_config.errors import McaError
-from mca_train.losses.kto import KtoLoss
-from mca_train.losses.preference import PreferenceLoss
+from mca_train.losses.preference import KtoLoss, PreferenceLoss
 from mca_train.trainer import dpo, kto, scores
 from mca_train.trainer.dpo import DpoTrainer, ExtraColumns
 from mca_train.trainer.kto import KtoTrainer

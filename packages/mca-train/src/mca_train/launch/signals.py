@@ -1,6 +1,6 @@
 """Signals that end a process before training: they raise an exception, so that cleanup runs.
 
-`mca_train.trainer.sigterm` handles SIGTERM during training.
+`mca_train.trainer.monitor` handles SIGTERM during training.
 """
 
 import signal

@@ -1,6 +1,6 @@
 """``KtoTrainer`` trains on unpaired answers that are good or bad, against a reference model.
 
-The loss is in `losses.kto`. Its KL estimate is computed before each step over all samples of the step.
+The loss is in `losses.preference`. Its KL estimate is computed before each step over all samples of the step.
 """
 
 import logging
@@ -17,9 +17,8 @@ from mca_train.batching.kto_kl_pairs import KtoKlPairs
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.batching.step_stream import is_stream
 from mca_train.data.token_dataset import Samples
-from mca_train.losses.kto import KtoLoss, divergence
 from mca_train.losses.options import kto_step_problems
-from mca_train.losses.preference import counted_sequences, sequence_logps
+from mca_train.losses.preference import KtoLoss, counted_sequences, divergence, sequence_logps
 from mca_train.losses.token_loss import sequence_loss
 from mca_train.trainer.base import TrainerOptions
 from mca_train.trainer.reference import (

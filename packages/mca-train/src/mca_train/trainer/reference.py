@@ -23,8 +23,7 @@ from mca_train.checkpoint.reference_log_probs import model_fingerprint
 from mca_train.engine.pipeline import Pipeline
 from mca_train.engine.rng import preserved_rng
 from mca_train.groups import Ranks
-from mca_train.losses.chunked import chunk_losses
-from mca_train.losses.label_smoothing import smooth_labels
+from mca_train.losses.loss_inputs import chunk_losses, smooth_labels
 from mca_train.losses.options import adapter_reference_problems
 from mca_train.losses.preference import counted_sequences, reference_problems, sequence_logps
 

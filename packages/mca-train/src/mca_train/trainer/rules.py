@@ -23,15 +23,16 @@ from mca_models.megatron.peft import PeftModels
 from mca_train.batching.step_stream import require_steps
 from mca_train.checkpoint.model import require_format
 from mca_train.config.packages import optimizer_problems
-from mca_train.losses import kto, preference
+from mca_train.losses import preference
 from mca_train.losses.options import kto_key_problems, pair_key_problems, score_key_problems
 from mca_train.lr_schedule import schedule_problems
-from mca_train.trainer.base import HfTrainer, Hooks
+from mca_train.trainer.base import HfTrainer
 from mca_train.trainer.unused_options import unused_option_names
 from mca_train.types import SampleSource, VirtualModels
 
 if TYPE_CHECKING:
     from mca_config.training import TrainingArguments
+    from mca_train.trainer.trainer import McaTrainer
 
 _PARAMETERS: Mapping[str, str] = {
     "compute_metrics": "evaluation computes the loss only; override evaluate",
@@ -112,7 +113,7 @@ class TrainerSetup:
 
     model: VirtualModels
     args: "TrainingArguments"
-    trainer: Hooks
+    trainer: "McaTrainer"
     base: type
     parameters: Mapping[str, object]
     train_dataset: SampleSource
@@ -344,7 +345,7 @@ def pairs(setup: TrainerSetup) -> Iterator[str]:
 def unpaired(setup: TrainerSetup) -> Iterator[str]:
     """Yield an error for each argument and loss that KTO does not support."""
     yield from kto_key_problems(setup.args)
-    yield from kto.model_problems(setup.model.megatron)
+    yield from preference.kto_model_problems(setup.model.megatron)
 
 
 def classification(setup: TrainerSetup) -> Iterator[str]:

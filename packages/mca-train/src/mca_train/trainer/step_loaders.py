@@ -6,7 +6,7 @@
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from torch.utils.data import DataLoader
 
@@ -22,8 +22,10 @@ from mca_train.batching.sampling import StepSampler
 from mca_train.batching.step_stream import StepStream
 from mca_train.data.token_dataset import Samples
 from mca_train.groups import Ranks
-from mca_train.trainer.base import HfTrainer, Progress
-from mca_train.trainer.monitor import Watch
+from mca_train.trainer.base import Progress
+
+if TYPE_CHECKING:
+    from mca_train.trainer.trainer import McaTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -34,12 +36,11 @@ class StepLoaders:
     Args:
         hf: The trainer with the datasets.
         loaders: Builds the loaders.
-        watch: Monitor, which measures how long a rank reads.
         progress: Progress of the run.
     """
 
-    def __init__(self, hf: HfTrainer, loaders: Loaders, watch: Watch, progress: Progress) -> None:
-        self._hf, self._watch, self._progress = hf, watch, progress
+    def __init__(self, hf: "McaTrainer", loaders: Loaders, progress: Progress) -> None:
+        self._hf, self._watch, self._progress = hf, hf.watch, progress
         self._loaders = loaders
 
     @property

@@ -36,14 +36,12 @@ from mca_train.engine.rng import seed_dropout
 from mca_train.losses.token_loss import num_targets, require_sums, token_loss
 from mca_train.metrics.log_file import JsonlLog
 from mca_train.metrics.metric_accumulator import Extreme, MetricAccumulator
-from mca_train.trainer.base import HfTrainer, Progress
+from mca_train.trainer.base import HfTrainer, ModelView, Progress
 from mca_train.trainer.evaluator import EvaluationStopped, Evaluator
-from mca_train.trainer.hf_shims import ModelView
 from mca_train.trainer.logger import Logger
 from mca_train.trainer.loop import Loop
 from mca_train.trainer.model_runner import ModelRunner
 from mca_train.trainer.monitor import Watch
-from mca_train.trainer.output_dir import OutputDir
 from mca_train.trainer.rules import (
     RULES,
     Rule,
@@ -161,8 +159,7 @@ class McaTrainer(HfTrainer):
         self.model = self.model_wrapped = model
         self.watch = Watch(args, model, self.ranks)
         self._assemble(
-            model,
-            self._new_loaders(pad_token(processing_class), pack_length, collator_format or CollatorFormat()),
+            self._new_loaders(pad_token(processing_class), pack_length, collator_format or CollatorFormat())
         )
 
     def _new_loaders(
@@ -183,33 +180,30 @@ class McaTrainer(HfTrainer):
             vocab_size=config.vocab_size,
         )
 
-    def _assemble(self, model: "VirtualModels", loaders: Loaders) -> None:
+    def _assemble(self, loaders: Loaders) -> None:
         """Build the parts that `train` and `evaluate` call."""
-        watch, progress = self.watch, Progress()
-        checkpoints = CheckpointWriter(in_background=self.args.async_save)
-        is_token_loss = type(self).compute_loss is McaTrainer.compute_loss
+        progress, checkpoints = Progress(), CheckpointWriter(in_background=self.args.async_save)
         self._progress = progress
-        self._data = StepLoaders(self, loaders, watch, progress)
-        self._logger = Logger(self, self, model, watch, checkpoints, progress, is_token_loss=is_token_loss)
-        self._runner = ModelRunner(model, self.args, self, self._loss)
-        self._evaluator = Evaluator(self, self, self._runner, self._data, self._logger, watch)
-        self._output = OutputDir(self, checkpoints, progress)
-        self._saver = Saver(
-            self, model, self._runner, self._logger, watch, self._output, checkpoints, progress
-        )
+        self._data = StepLoaders(self, loaders, progress)
+        self._logger = Logger(self, checkpoints, progress)
+        self._runner = ModelRunner(self, self._loss)
+        self._evaluator = Evaluator(self, self._runner, self._data, self._logger)
+        self._saver = Saver(self, self._runner, self._logger, checkpoints, progress)
+        self._output = self._saver.output
         self._loop = Loop(
             self,
-            self,
-            model,
             runner=self._runner,
             data=self._data,
             log=self._logger,
             evaluator=self._evaluator,
             saver=self._saver,
-            output=self._output,
-            watch=watch,
             progress=progress,
         )
+
+    @property
+    def is_token_loss(self) -> bool:
+        """Return True if the loss is the mean over target tokens."""
+        return type(self).compute_loss is McaTrainer.compute_loss
 
     @property
     def metrics(self) -> MetricAccumulator:
