@@ -11,7 +11,7 @@ import torch
 from mca_config.errors import McaError, UsageError
 from mca_train import ClassificationTrainer, DpoTrainer, KtoTrainer, McaTrainer, RewardTrainer, groups
 from mca_train.checkpoint.directory import load_position, require_kind
-from mca_train.checkpoint.loop_state import LoopState, Totals
+from mca_train.checkpoint.training_state import LoopState, Totals
 from mca_train.checkpoint.writer import CheckpointWriter
 from mca_train.trainer.base import Progress
 from mca_train.trainer.logger import Logger

@@ -10,7 +10,7 @@ import pytest
 from transformers import TrainerState
 
 from mca_train.batching.position import RunLength, RunPosition
-from mca_train.checkpoint.loop_state import LoopState, PendingEvents
+from mca_train.checkpoint.training_state import LoopState, PendingEvents
 from mca_train.trainer import loop as module
 from mca_train.trainer import saver as saver_module
 from mca_train.trainer.loop import Loop

@@ -21,9 +21,8 @@ from mca_train.plan.chunks import Implementation
 from mca_train.plan.hardware import Hardware, load_hardware
 from mca_train.plan.memory import Plan, plan_layout
 from mca_train.plan.options import PlanOptions
-from mca_train.plan.remedies import Remedy, find_remedies, stages_over_limit, with_changes
 from mca_train.plan.report import plan_document, render, render_remedies
-from mca_train.plan.search import OVERLAPS
+from mca_train.plan.search import OVERLAPS, Remedy, find_remedies, stages_over_limit, with_changes
 from mca_train.run import layout_search
 from mca_train.run.logs import silent_arguments
 from mca_train.run.plan_input import make_image_check, make_plan_input, planned_media

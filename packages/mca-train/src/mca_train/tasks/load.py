@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,6 @@ from mca_train.data.streams import open_rows
 from mca_train.data.token_cache import cache_key, file_digest, load_or_build
 from mca_train.data.tools import json_features
 from mca_train.data.urls import describe_files
-from mca_train.tasks.row_context import RowContext
 from mca_train.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -28,10 +27,37 @@ if TYPE_CHECKING:
     from torch.utils.data import IterableDataset
     from transformers import PreTrainedTokenizerBase
 
+    from mca_config.types import Values
     from mca_train.data.image_rows import ImageReader, ImageRows
     from mca_train.data.preferences import PairDataset
     from mca_train.data.sources import Source
     from mca_train.data.token_dataset import Sample, TokenDataset
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowContext:
+    """Tokenizer, arguments and image reader with which a kind of run makes samples of rows.
+
+    Attributes:
+        tokenizer: The model's.
+        data: Columns, lengths and limits.
+        key: The argument that named the files, for errors.
+        images: Image reader of the model; None: no images.
+    """
+
+    tokenizer: "PreTrainedTokenizerBase"
+    data: "DataArguments"
+    key: str
+    images: "ImageReader | None" = None
+
+    @property
+    def vision(self) -> "Values | None":
+        """Return the vision part of the model's configuration; None: a text model."""
+        return None if self.images is None else self.images.config.vision_fields
+
+    def without_text_reader(self) -> "RowContext":
+        """Return the context without the image reader of a text model."""
+        return replace(self, images=None) if self.vision is None else self
 
 
 def load_tokenized(

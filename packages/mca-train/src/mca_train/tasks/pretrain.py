@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from mca_train.config.run_config import Settings
     from mca_train.data.file_rows import FileRows
     from mca_train.data.token_dataset import Sample, TokenDataset
-    from mca_train.tasks.row_context import RowContext
+    from mca_train.tasks.load import RowContext
 
 
 class Pretrain(Task):

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from mca_train.data.preferences import PairDataset
     from mca_train.data.samples import AnswerRows
     from mca_train.data.token_dataset import Sample, TokenDataset
-    from mca_train.tasks.row_context import RowContext
+    from mca_train.tasks.load import RowContext
     from mca_train.trainer.base import TrainerOptions
     from mca_train.trainer.trainer import McaTrainer
 

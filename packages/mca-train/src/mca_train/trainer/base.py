@@ -28,7 +28,7 @@ from mca_config.training import TrainingArguments
 from mca_config.types import JsonObject, Typed, Values
 from mca_train.batching.collate import Collator, CollatorFormat
 from mca_train.batching.position import RunLength, RunPosition
-from mca_train.checkpoint.loop_state import PendingEvents, Totals
+from mca_train.checkpoint.training_state import PendingEvents, Totals
 from mca_train.data.token_dataset import Samples
 from mca_train.groups import Ranks
 from mca_train.metrics.step_lines import StepLines

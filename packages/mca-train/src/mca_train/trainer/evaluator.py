@@ -17,7 +17,7 @@ from mca_models.megatron.distributed.collectives import run_on_first_rank
 from mca_train.batching.micro_batch import StepBatch
 from mca_train.batching.sample_consistency import require_same_samples
 from mca_train.data.token_dataset import Samples
-from mca_train.metrics.meter import LossMeter, LossReport
+from mca_train.metrics.meters import LossMeter, LossReport
 from mca_train.trainer.logger import Logger
 from mca_train.trainer.model_runner import ModelRunner
 from mca_train.trainer.step_loaders import StepLoaders

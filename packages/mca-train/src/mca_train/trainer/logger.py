@@ -16,14 +16,19 @@ from mca_config.types import Typed
 from mca_train import groups
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.batching.sample_consistency import require_same_samples
-from mca_train.checkpoint.loop_state import LoopState
+from mca_train.checkpoint.training_state import LoopState
 from mca_train.checkpoint.writer import CheckpointWriter
 from mca_train.data.mixture import Mixture
 from mca_train.engine.engine import Engine, StepResult
 from mca_train.engine.finite import require_finite_weights
 from mca_train.losses.token_loss import StepLoss
-from mca_train.metrics.meter import LossMeter, LossReport
-from mca_train.metrics.metric_accumulator import AuxLossMeter, MetricAccumulator, SourceLosses
+from mca_train.metrics.meters import (
+    AuxLossMeter,
+    LossMeter,
+    LossReport,
+    MetricAccumulator,
+    SourceLosses,
+)
 from mca_train.trainer.base import Progress
 
 if TYPE_CHECKING:

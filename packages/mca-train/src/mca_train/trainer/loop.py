@@ -19,9 +19,8 @@ from mca_train.batching.position import RunLength, RunPosition
 from mca_train.batching.sampling import StepSampler
 from mca_train.batching.step_stream import StepStream
 from mca_train.checkpoint import directory
-from mca_train.checkpoint.loop_state import PendingEvents
 from mca_train.checkpoint.model import saved_weights
-from mca_train.checkpoint.training_state import TrainingState
+from mca_train.checkpoint.training_state import PendingEvents, TrainingState
 from mca_train.engine.engine import StepResult
 from mca_train.engine.rng import has_dropout
 from mca_train.trainer.base import Progress, is_early_stopped, name_missing_metric

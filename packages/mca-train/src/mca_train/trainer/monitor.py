@@ -23,12 +23,12 @@ from mca_config.errors import McaError
 from mca_config.training import TrainingArguments
 from mca_models.megatron import platform
 from mca_train import groups
-from mca_train.checkpoint.loop_state import PendingEvents, Totals
+from mca_train.checkpoint.training_state import PendingEvents, Totals
 from mca_train.engine.engine import StepResult
 from mca_train.engine.finite import require_finite, require_finite_weights
 from mca_train.groups import Ranks
 from mca_train.losses.token_loss import StepLoss
-from mca_train.metrics.meter import LossReport
+from mca_train.metrics.meters import LossReport
 from mca_train.metrics.stragglers import Stragglers
 from mca_train.metrics.throughput import Throughput
 from mca_train.trainer.hang_detector import HangDetector

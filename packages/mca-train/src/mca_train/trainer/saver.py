@@ -16,7 +16,6 @@ from transformers import TrainerState
 from mca_models.megatron.distributed.collectives import run_on_first_rank, run_on_first_rank_unwrapped
 from mca_train.checkpoint import directory, output_files
 from mca_train.checkpoint.integrity import ARGUMENTS_FILE, Checksums
-from mca_train.checkpoint.loop_state import LoopState
 from mca_train.checkpoint.model import ModelWriter
 from mca_train.checkpoint.output_files import (
     PREFIX,
@@ -27,7 +26,7 @@ from mca_train.checkpoint.output_files import (
     set_aside_same_step,
 )
 from mca_train.checkpoint.output_lock import OutputLock
-from mca_train.checkpoint.training_state import TrainingState
+from mca_train.checkpoint.training_state import LoopState, TrainingState
 from mca_train.checkpoint.writer import CheckpointWriter, WriteStage, name_errors, remove_unfinished
 from mca_train.engine.finite import require_finite_weights
 from mca_train.trainer.base import Progress, reset_patience, restore_counters

@@ -31,11 +31,11 @@ from mca_train.checkpoint.output_lock import OutputLock
 from mca_train.checkpoint.writer import CheckpointWriter
 from mca_train.data.token_dataset import Samples
 from mca_train.engine.engine import Engine, StepResult
-from mca_train.engine.param_groups import select_trained_parts
+from mca_train.engine.optimizer import select_trained_parts
 from mca_train.engine.rng import seed_dropout
 from mca_train.losses.token_loss import num_targets, require_sums, token_loss
 from mca_train.metrics.log_file import JsonlLog
-from mca_train.metrics.metric_accumulator import Extreme, MetricAccumulator
+from mca_train.metrics.meters import Extreme, MetricAccumulator
 from mca_train.trainer.base import HfTrainer, ModelView, Progress
 from mca_train.trainer.evaluator import EvaluationStopped, Evaluator
 from mca_train.trainer.logger import Logger
