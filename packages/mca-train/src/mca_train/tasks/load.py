@@ -4,14 +4,14 @@
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mca_config.errors import UsageError
 from mca_train.config.arguments import DataArguments
 from mca_train.data.files import check_file, load_rows, local_copy, reader_name, translate_read_errors
-from mca_train.data.image_rows import without_decoding
+from mca_train.data.image_rows import RowContext, without_decoding
 from mca_train.data.indexed import find_prefix
 from mca_train.data.mixture import Mixture
 from mca_train.data.row_paths import row_paths
@@ -27,37 +27,10 @@ if TYPE_CHECKING:
     from torch.utils.data import IterableDataset
     from transformers import PreTrainedTokenizerBase
 
-    from mca_config.types import Values
     from mca_train.data.image_rows import ImageReader, ImageRows
     from mca_train.data.preferences import PairDataset
     from mca_train.data.sources import Source
     from mca_train.data.token_dataset import Sample, TokenDataset
-
-
-@dataclass(frozen=True, kw_only=True)
-class RowContext:
-    """Tokenizer, arguments and image reader with which a kind of run makes samples of rows.
-
-    Attributes:
-        tokenizer: The model's.
-        data: Columns, lengths and limits.
-        key: The argument that named the files, for errors.
-        images: Image reader of the model; None: no images.
-    """
-
-    tokenizer: "PreTrainedTokenizerBase"
-    data: "DataArguments"
-    key: str
-    images: "ImageReader | None" = None
-
-    @property
-    def vision(self) -> "Values | None":
-        """Return the vision part of the model's configuration; None: a text model."""
-        return None if self.images is None else self.images.config.vision_fields
-
-    def without_text_reader(self) -> "RowContext":
-        """Return the context without the image reader of a text model."""
-        return replace(self, images=None) if self.vision is None else self
 
 
 def load_tokenized(

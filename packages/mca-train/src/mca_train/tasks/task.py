@@ -28,11 +28,10 @@ if TYPE_CHECKING:
     from mca_train.config.run_config import Settings
     from mca_train.data.encoding import RowEncoder, RowNumbers
     from mca_train.data.file_rows import FileRows, Row
-    from mca_train.data.image_rows import ImageRows
+    from mca_train.data.image_rows import ImageRows, RowContext
     from mca_train.data.preferences import PairDataset
     from mca_train.data.samples import AnswerRows
     from mca_train.data.token_dataset import Sample, TokenDataset
-    from mca_train.tasks.load import RowContext
     from mca_train.trainer.base import TrainerOptions
     from mca_train.trainer.trainer import McaTrainer
 

@@ -5,9 +5,10 @@ It is the base of `McaTrainer` and the lifecycle of its parts. `Progress` is the
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Never, NotRequired, TypedDict, TypeVar
 
 import torch
@@ -31,12 +32,15 @@ from mca_train.batching.position import RunLength, RunPosition
 from mca_train.checkpoint.training_state import PendingEvents, Totals
 from mca_train.data.token_dataset import Samples
 from mca_train.groups import Ranks
+from mca_train.metrics.meters import Extreme
 from mca_train.metrics.step_lines import StepLines
 from mca_train.metrics.step_profile import StepProfile
+from mca_train.trainer.monitor import Watch
 from mca_train.types import MegatronOptimizer, Scheduler
 
 if TYPE_CHECKING:
     from mca_models import VirtualModels
+    from mca_models.megatron.log_probs.vocabulary import TokenValues
 
 T = TypeVar("T")
 
@@ -193,9 +197,18 @@ class HfTrainer(Trainer):  # type: ignore[misc]
     """
 
     args: TrainingArguments
+    model: "VirtualModels"
+    watch: Watch
     train_dataset: Samples | None
     eval_dataset: Samples | dict[str, Samples] | None
     processing_class: PreTrainedTokenizerBase | None
+    metric_names: tuple[str, ...] = ()
+    metric_differences: Mapping[str, tuple[str, str]] = MappingProxyType({})
+    metric_extremes: Mapping[str, Extreme] = MappingProxyType({})
+    wants_logits: bool = False
+    token_values: "TokenValues | None" = None
+    requires_routed_experts: bool = False
+    run_kind: str = "pretrain or sft"
     state: TrainerState
     control: TrainerControl
     callback_handler: CallbackHandler

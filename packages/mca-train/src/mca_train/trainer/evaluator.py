@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import speed_metrics
@@ -18,12 +17,10 @@ from mca_train.batching.micro_batch import StepBatch
 from mca_train.batching.sample_consistency import require_same_samples
 from mca_train.data.token_dataset import Samples
 from mca_train.metrics.meters import LossMeter, LossReport
+from mca_train.trainer.base import HfTrainer
 from mca_train.trainer.logger import Logger
 from mca_train.trainer.model_runner import ModelRunner
 from mca_train.trainer.step_loaders import StepLoaders
-
-if TYPE_CHECKING:
-    from mca_train.trainer.trainer import McaTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +39,7 @@ class Evaluator:
         log: Logger whose custom metrics `McaTrainer.compute_loss` adds to.
     """
 
-    def __init__(self, hf: "McaTrainer", runner: ModelRunner, data: StepLoaders, log: Logger) -> None:
+    def __init__(self, hf: HfTrainer, runner: ModelRunner, data: StepLoaders, log: Logger) -> None:
         self._hf, self._watch, self._runner, self._data, self._logger = hf, hf.watch, runner, data, log
         self._stops_on_signal = False
 

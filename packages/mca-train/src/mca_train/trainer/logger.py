@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from itertools import count
 from math import isclose
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -29,10 +29,7 @@ from mca_train.metrics.meters import (
     MetricAccumulator,
     SourceLosses,
 )
-from mca_train.trainer.base import Progress
-
-if TYPE_CHECKING:
-    from mca_train.trainer.trainer import McaTrainer
+from mca_train.trainer.base import HfTrainer, Progress
 
 _ROUNDING = 1e-4
 """Relative difference between fp32 sums of many weights on different devices."""
@@ -59,7 +56,7 @@ class Logger:
         progress: Progress of the run.
     """
 
-    def __init__(self, hf: "McaTrainer", checkpoints: CheckpointWriter, progress: Progress) -> None:
+    def __init__(self, hf: HfTrainer, checkpoints: CheckpointWriter, progress: Progress) -> None:
         self._hf, self._model, self._watch = hf, hf.model, hf.watch
         self._checkpoints, self._progress = checkpoints, progress
         self.reset()

@@ -7,7 +7,6 @@ import logging
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import IntervalStrategy, TrainOutput, speed_metrics
@@ -23,16 +22,13 @@ from mca_train.checkpoint.model import saved_weights
 from mca_train.checkpoint.training_state import PendingEvents, TrainingState
 from mca_train.engine.engine import StepResult
 from mca_train.engine.rng import has_dropout
-from mca_train.trainer.base import Progress, is_early_stopped, name_missing_metric
+from mca_train.trainer.base import HfTrainer, Progress, is_early_stopped, name_missing_metric
 from mca_train.trainer.evaluator import EvaluationStopped, Evaluator
 from mca_train.trainer.logger import Logger
 from mca_train.trainer.model_runner import ModelRunner
 from mca_train.trainer.monitor import save_and_stop
 from mca_train.trainer.saver import Saver
 from mca_train.trainer.step_loaders import StepLoaders, log_plan
-
-if TYPE_CHECKING:
-    from mca_train.trainer.trainer import McaTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +48,7 @@ class Loop:
 
     def __init__(
         self,
-        hf: "McaTrainer",
+        hf: HfTrainer,
         *,
         runner: ModelRunner,
         data: StepLoaders,

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mca_config.errors import McaError
 from mca_models.megatron.log_probs.chunks import preserved_output
@@ -16,9 +15,7 @@ from mca_train.engine.rng import preserved_rng
 from mca_train.losses.loss_inputs import chunk_losses, smooth_labels
 from mca_train.losses.token_loss import LossFunction
 from mca_train.lr_schedule import LearningRate, run_rate
-
-if TYPE_CHECKING:
-    from mca_train.trainer.trainer import McaTrainer
+from mca_train.trainer.base import HfTrainer
 
 
 @dataclass(frozen=True)
@@ -37,7 +34,7 @@ class ModelRunner:
         loss: Function from the last stage's output to the loss.
     """
 
-    def __init__(self, hf: "McaTrainer", loss: LossFunction) -> None:
+    def __init__(self, hf: HfTrainer, loss: LossFunction) -> None:
         self._model, self._args, self._hf, self._loss = hf.model, hf.args, hf, loss
         self._training: Training | None = None
         self.set_output()

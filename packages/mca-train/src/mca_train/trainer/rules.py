@@ -32,7 +32,6 @@ from mca_train.types import SampleSource, VirtualModels
 
 if TYPE_CHECKING:
     from mca_config.training import TrainingArguments
-    from mca_train.trainer.trainer import McaTrainer
 
 _PARAMETERS: Mapping[str, str] = {
     "compute_metrics": "evaluation computes the loss only; override evaluate",
@@ -113,7 +112,7 @@ class TrainerSetup:
 
     model: VirtualModels
     args: "TrainingArguments"
-    trainer: "McaTrainer"
+    trainer: HfTrainer
     base: type
     parameters: Mapping[str, object]
     train_dataset: SampleSource

@@ -9,7 +9,6 @@ import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from transformers import TrainerState
 
@@ -29,12 +28,9 @@ from mca_train.checkpoint.output_lock import OutputLock
 from mca_train.checkpoint.training_state import LoopState, TrainingState
 from mca_train.checkpoint.writer import CheckpointWriter, WriteStage, name_errors, remove_unfinished
 from mca_train.engine.finite import require_finite_weights
-from mca_train.trainer.base import Progress, reset_patience, restore_counters
+from mca_train.trainer.base import HfTrainer, Progress, reset_patience, restore_counters
 from mca_train.trainer.logger import Logger
 from mca_train.trainer.model_runner import ModelRunner
-
-if TYPE_CHECKING:
-    from mca_train.trainer.trainer import McaTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +48,7 @@ class OutputDir:
         progress: Progress of the run.
     """
 
-    def __init__(self, hf: "McaTrainer", checkpoints: CheckpointWriter, progress: Progress) -> None:
+    def __init__(self, hf: HfTrainer, checkpoints: CheckpointWriter, progress: Progress) -> None:
         self._hf, self._checkpoints, self._progress = hf, checkpoints, progress
         self.lock: OutputLock | None = None
         """Lock of the directory if the caller has taken it; else `locked` takes it."""
@@ -165,7 +161,7 @@ class Saver:
 
     def __init__(
         self,
-        hf: "McaTrainer",
+        hf: HfTrainer,
         runner: ModelRunner,
         log: Logger,
         checkpoints: CheckpointWriter,

@@ -6,7 +6,7 @@
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from torch.utils.data import DataLoader
 
@@ -22,10 +22,7 @@ from mca_train.batching.sampling import StepSampler
 from mca_train.batching.step_stream import StepStream
 from mca_train.data.token_dataset import Samples
 from mca_train.groups import Ranks
-from mca_train.trainer.base import Progress
-
-if TYPE_CHECKING:
-    from mca_train.trainer.trainer import McaTrainer
+from mca_train.trainer.base import HfTrainer, Progress
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +36,7 @@ class StepLoaders:
         progress: Progress of the run.
     """
 
-    def __init__(self, hf: "McaTrainer", loaders: Loaders, progress: Progress) -> None:
+    def __init__(self, hf: HfTrainer, loaders: Loaders, progress: Progress) -> None:
         self._hf, self._watch, self._progress = hf, hf.watch, progress
         self._loaders = loaders
 

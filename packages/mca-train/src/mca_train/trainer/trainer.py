@@ -6,9 +6,8 @@ evaluation and checkpoints are not Hugging Face's: nothing uses accelerate. The 
 and calls them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -35,7 +34,7 @@ from mca_train.engine.optimizer import select_trained_parts
 from mca_train.engine.rng import seed_dropout
 from mca_train.losses.token_loss import num_targets, require_sums, token_loss
 from mca_train.metrics.log_file import JsonlLog
-from mca_train.metrics.meters import Extreme, MetricAccumulator
+from mca_train.metrics.meters import MetricAccumulator
 from mca_train.trainer.base import HfTrainer, ModelView, Progress
 from mca_train.trainer.evaluator import EvaluationStopped, Evaluator
 from mca_train.trainer.logger import Logger
@@ -57,7 +56,6 @@ from mca_train.trainer.unused_options import warn
 
 if TYPE_CHECKING:
     from mca_models import VirtualModels
-    from mca_models.megatron.log_probs.vocabulary import TokenValues
 
 
 class McaTrainer(HfTrainer):
@@ -93,13 +91,6 @@ class McaTrainer(HfTrainer):
         watch: Monitor of the run.
     """
 
-    metric_names: tuple[str, ...] = ()
-    metric_differences: Mapping[str, tuple[str, str]] = MappingProxyType({})
-    metric_extremes: Mapping[str, Extreme] = MappingProxyType({})
-    wants_logits: bool = False
-    token_values: "TokenValues | None" = None
-    requires_routed_experts: bool = False
-    run_kind: str = "pretrain or sft"
     _rules: tuple[Rule, ...] = RULES
 
     def __init__(
