@@ -74,7 +74,7 @@ LADDERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("errors", "lazy_names", "printable", "_megatron_keys"),
         ("fields", "files", "streams", "yaml_text"),
         ("model",),
-        ("_hf_arguments", "_roll", "layout", "parser"),
+        ("_roll", "layout", "parser"),
         ("arguments", "pipeline", "program"),
         ("model_config", "reference", "training_checks"),
         ("checks", "training"),

@@ -209,7 +209,7 @@ def _print_client_path(words: list[str]) -> int:
 
 
 def _report(options: "Namespace") -> int:
-    from mca_train.report.page import write_report
+    from mca_train.report import write_report
 
     if len(options.operands) != 1:
         raise UsageError(

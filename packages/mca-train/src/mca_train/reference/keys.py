@@ -56,8 +56,8 @@ class Key:
 
 def task_keys(task: Task) -> tuple[Key, ...]:
     """Return all supported keys of ``task``, group by group."""
-    from mca_config._hf_arguments import REFUSED
     from mca_config.arguments import MegatronArguments
+    from mca_config.training_checks import REFUSED
 
     groups = [
         ("model and data", task.data_arguments),
@@ -83,7 +83,7 @@ def unknown_flags(tasks: Iterable[Task], flags: Sequence[str], words: Iterable[s
         flags: Flags of the command itself, for suggestions.
         words: Words of the command line, without those of ``flags``.
     """
-    from mca_config._hf_arguments import REFUSED
+    from mca_config.training_checks import REFUSED
 
     tasks = list(tasks)
     kind = tasks[0].name if len(tasks) == 1 else "KIND"

@@ -106,24 +106,14 @@ def model_side_files(task: Task, settings: Settings) -> Iterator[str]:
         yield from raised_problems(side_files, model)
 
 
-def tokenizer(task: Task, settings: Settings) -> Iterator[str]:
-    """Report a missing or damaged tokenizer."""
-    return tokenizer_problems(settings.data)
-
-
-def packages(task: Task, settings: Settings) -> Iterator[str]:
-    """Report packages that the optimizer needs."""
-    return optimizer_problems(settings.training)
-
-
 FILE_RULES: tuple[Callable[[Task, Settings], Iterable[str]], ...] = (
     data_files,
     directories,
     output_dir,
     start,
     model_side_files,
-    tokenizer,
-    packages,
+    lambda task, settings: tokenizer_problems(settings.data),
+    lambda task, settings: optimizer_problems(settings.training),
 )
 
 

@@ -185,14 +185,13 @@ class _Media:
     @classmethod
     def from_run(cls, run: Run, target: "Target | None", options: PlanOptions) -> "_Media":
         """Return the media of ``run``; a default number that the run cannot use counts as none."""
-        requests = (options.images, options.image_size, options.clips, options.clip_seconds)
-        video_requests = (options.videos, options.video_frames)
-        media = planned_media(run, *requests, videos=options.videos, frames=options.video_frames)
+        media = planned_media(run, options)
         if media is None:
             return cls(None, (), False, lambda _: [])
         problems = make_image_check(run, target)
         refused = tuple(f"images: {problem}" for problem in problems(run.layout))
-        requested = any(request is not None for request in (*requests, *video_requests))
+        requests = (options.images, options.image_size, options.clips, options.clip_seconds)
+        requested = any(each is not None for each in (*requests, options.videos, options.video_frames))
         needed = requested or bool(media.trained - {"language"})
         return cls(None if refused else media, refused, bool(refused) and needed, problems)
 

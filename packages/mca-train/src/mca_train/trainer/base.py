@@ -5,7 +5,7 @@ It is the base of `McaTrainer` and the lifecycle of its parts. `Progress` is the
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -36,7 +36,7 @@ from mca_train.metrics.meters import Extreme
 from mca_train.metrics.step_lines import StepLines
 from mca_train.metrics.step_profile import StepProfile
 from mca_train.trainer.monitor import Watch
-from mca_train.types import MegatronOptimizer, Scheduler
+from mca_train.types import MegatronOptimizer, SampleSource, Scheduler
 
 if TYPE_CHECKING:
     from mca_models import VirtualModels
@@ -323,6 +323,19 @@ class HfTrainer(Trainer):  # type: ignore[misc]
     def hyperparameter_search(self, *_: object, **__: object) -> Never:
         """Raise an error."""
         raise McaError("hyper-parameter search is not supported")
+
+    def replace_datasets(self, replace: Callable[[SampleSource, str], Samples]) -> None:
+        """Replace the training dataset (``train``) and those of evaluations (``eval``, ``eval_<name>``) by others."""
+
+        def replaced(dataset: SampleSource, name: str) -> Samples | None:
+            return None if dataset is None else replace(dataset, name)
+
+        self.train_dataset = replaced(self.train_dataset, "train")
+        if isinstance(self.eval_dataset, dict):
+            parts = self.eval_dataset.items()
+            self.eval_dataset = {name: replaced(dataset, f"eval_{name}") for name, dataset in parts}
+        else:
+            self.eval_dataset = replaced(self.eval_dataset, "eval")
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Return the samples in a step over all ranks."""

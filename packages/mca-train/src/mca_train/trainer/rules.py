@@ -214,21 +214,6 @@ def optimizer(setup: TrainerSetup) -> Iterator[str]:
         yield from float16_problems(setup.args)
 
 
-def schedule(setup: TrainerSetup) -> Iterator[str]:
-    """Yield an error for each contradiction in the learning-rate schedule."""
-    yield from schedule_problems(setup.args)
-
-
-def stream_length(setup: TrainerSetup) -> Iterator[str]:
-    """Yield an error for a stream without ``max_steps``."""
-    yield from raised_problems(require_steps, setup.train_dataset, setup.args.max_steps)
-
-
-def checkpoint_format(setup: TrainerSetup) -> Iterator[str]:
-    """Yield an error for a checkpoint format that the model cannot be written in."""
-    yield from raised_problems(require_format, setup.model, setup.args.ckpt_format)
-
-
 def vocabulary(setup: TrainerSetup) -> Iterator[str]:
     """Yield an error if the model's head does not match the loss."""
     head, trainer = setup.model.config.head, setup.trainer
@@ -371,9 +356,9 @@ RULES: tuple[Rule, ...] = (
     overridden_methods,
     model_arguments,
     optimizer,
-    schedule,
+    lambda setup: schedule_problems(setup.args),
     vocabulary,
-    stream_length,
-    checkpoint_format,
+    lambda setup: raised_problems(require_steps, setup.train_dataset, setup.args.max_steps),
+    lambda setup: raised_problems(require_format, setup.model, setup.args.ckpt_format),
 )
 """Errors of every trainer."""

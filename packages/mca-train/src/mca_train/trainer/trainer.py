@@ -6,7 +6,7 @@ evaluation and checkpoints are not Hugging Face's: nothing uses accelerate. The 
 and calls them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -344,6 +344,12 @@ class McaTrainer(HfTrainer):
     def get_eval_dataloader(self, eval_dataset: Samples | str | None = None) -> DataLoader[StepBatch]:
         """Return this rank's evaluation loader; an item is a round of micro-batches."""
         return self._data.evaluation(eval_dataset)
+
+    def _add_means(self, values: Mapping[str, Tensor], real: Tensor) -> None:
+        """Add custom metrics of sequences, or pairs, where ``real`` is 1; context-parallel ranks share the values."""
+        ranks = self.ranks.layout.cp
+        sums = {name: (value.detach() * real).sum() / ranks for name, value in values.items()}
+        self.metrics.add(sums, real.sum() / ranks)
 
     def _loss(self, output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         if not self.wants_logits:
