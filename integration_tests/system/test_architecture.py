@@ -108,7 +108,6 @@ LADDERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("platform",),
         ("features",),
         ("distributed",),
-        ("live_model",),
         ("factory",),
         ("state", "forward"),
         ("log_probs",),

@@ -14,14 +14,12 @@ from source_tree import SOURCES, Source, nodes, under
 ROOT = "mca_models.megatron"
 ROOMS: Mapping[str, set[str]] = {
     "moe": {
-        "features.biased_router",
-        "features.group_router",
         "features.identity_experts",
         "features.moe",
         "features.moe_with_dense_mlp",
         "features.shortcut_moe",
         "features.router_replay",
-        "features.sigmoid_router",
+        "features.routers",
         "features.sparse_mixer",
     },
     "mla": {"features.mla", "features.dsa"},

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from mca_train.config.run_config import Settings
-    from mca_train.data.file_rows import FileRows
     from mca_train.data.image_rows import RowContext
+    from mca_train.data.streams import FileRows
     from mca_train.data.token_dataset import Sample, TokenDataset
 
 
