@@ -125,7 +125,7 @@ def _run(costs: Costs, folder: Path) -> None:
     from mca_train.checkpoint import optimizer_state
     from mca_train.engine.engine import Engine
     from mca_train.losses.token_loss import token_loss
-    from mca_train.trainer.monitor import StopSignal
+    from mca_train.trainer.sigterm import StopSignal
 
     args = TrainingArguments(
         output_dir=str(folder / "run"),

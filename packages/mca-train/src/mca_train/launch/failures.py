@@ -1,7 +1,7 @@
 """Failed ranks: their reports for the launcher, and the explanation that it prints.
 
 Signals that end a process before training raise an exception, so that cleanup runs.
-`mca_train.trainer.monitor.StopSignal` handles SIGTERM during training.
+`mca_train.trainer.sigterm` handles SIGTERM during training.
 """
 
 import json
