@@ -119,7 +119,7 @@ LOOKED_UP = {"keys.md", "families.md", "limits.md"}
 LONGEST = 600
 """Words of a page about one subject, as each job is."""
 JOINED = {
-    "contribute.md": 1700,
+    "contribute.md": 1710,
     "convert.md": 1300,
     "data.md": 1000,
     "help.md": 1000,
