@@ -166,8 +166,7 @@ def require_named_column(
     if (name := getattr(arguments, column)) not in names:
         raise UsageError(
             f"{key}: no column '{name}', which {column} names ({description or _describe_columns(names)}); correct "
-            f"{column}, "
-            "or remove it"
+            f"{column}, or remove it"
         )
 
 
