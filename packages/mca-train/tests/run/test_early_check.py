@@ -197,8 +197,8 @@ USAGES = (
 )
 @pytest.mark.parametrize("installed", [False, True])
 def test_options_of_transformer_engine_need_it(keys, reported, installed, monkeypatch, tmp_path):
-    monkeypatch.setattr(checks, "find_spec", lambda name: object() if installed else None)
     args = early_arguments()(output_dir=str(tmp_path), **keys)
+    monkeypatch.setattr(checks, "find_spec", lambda name: object() if installed else None)
     found = list(checks.engine_problems(args))
     assert len(found) == len([] if installed else reported)
     assert all(line.startswith(start) for line, start in zip(found, reported, strict=False))

@@ -90,16 +90,12 @@ def draw_schedule(folder: Path, ran: Sequence[TimedPass], ranks: int, accumulate
             text = str(run.step.micro_batch)
             middle = run.start + length / 2
             found.text(middle, run.rank, text, ha="center", va="center", fontsize=5 if len(text) > 1 else 7)
-    _number_stages(found, ranks)
+    found.set_yticks(range(ranks), [f"stage {rank}" for rank in range(ranks)], fontsize=8)
+    found.invert_yaxis()
     found.set_xlim(0, end)
     found.set_xlabel("time, in forward passes of the slowest chunk; numbers are micro-batches", fontsize=8)
     _add_chunk_legend(found, chunks)
     return save(figure, folder, "schedule")
-
-
-def _number_stages(found: Any, ranks: int) -> None:
-    found.set_yticks(range(ranks), [f"stage {rank}" for rank in range(ranks)], fontsize=8)
-    found.invert_yaxis()
 
 
 def _add_chunk_legend(found: Any, chunks: int) -> None:
@@ -187,7 +183,8 @@ def draw_layers(folder: Path, plan: PipelinePlan) -> list[Path]:
             colour = "#ffe0b8" if ends else CHUNKS[1] if vp % 2 else "#d5e5f2"
             found.barh(rank, 0.96, left=vp + 0.02, height=0.86, color=colour)
             found.text(vp + 0.5, rank, describe_chunk(chunk), ha="center", va="center", fontsize=8)
-    _number_stages(found, ranks)
+    found.set_yticks(range(ranks), [f"stage {rank}" for rank in range(ranks)], fontsize=8)
+    found.invert_yaxis()
     found.set_xticks([c + 0.5 for c in range(chunks)], [f"chunk {c}" for c in range(chunks)], fontsize=8)
     found.set_xlim(0, chunks)
     found.spines[["left", "bottom"]].set_visible(False)
