@@ -25,7 +25,4 @@ GELU_ONLY = Fixed("hidden_activation", (GELU,), "Gemma's gated MLP")
 NO_BIDIRECTIONAL = Fixed("use_bidirectional_attention", (False, None), "Megatron's decoder is causal")
 
 
-NO_BIAS = Fixed("use_bias", (False, None), "no published model has biases")
-
-
 BOTH = "Megatron has biases on all linears or on none"
