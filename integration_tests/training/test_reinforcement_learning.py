@@ -39,7 +39,7 @@ def test_the_page_runs(tmp_path: Path) -> None:
 def both_losses(checkpoint: Path, folder: Path, changes: dict[str, Any]) -> list[list[tuple[float, float]]]:
     """Losses and norms of two steps, of cross entropies and of log-probabilities. Runs on every rank."""
     from mca_train import McaTrainer
-    from mca_train.data.mixture import Mixture
+    from mca_train.data.token_dataset import Mixture
 
     class OfLogProbs(McaTrainer):
         token_values = TokenValues()

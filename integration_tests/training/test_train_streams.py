@@ -107,7 +107,7 @@ def test_resuming_a_stream_is_exact(workers, checkpoint, tmp_path):
 
 def refusals(checkpoint: Path, output: Path) -> list[str]:
     from mca_config.errors import McaError
-    from mca_train.batching.step_stream import require_steps
+    from mca_train.batching.sampling import require_steps
 
     reported = []
     data = samples(6)

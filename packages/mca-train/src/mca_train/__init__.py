@@ -9,8 +9,7 @@ from mca_config.lazy_names import make_lazy_getattr
 
 if TYPE_CHECKING:
     from mca_train.batching.micro_batch import MicroBatch
-    from mca_train.data.preferences import PairDataset
-    from mca_train.data.token_dataset import TokenDataset
+    from mca_train.data.token_dataset import PairDataset, TokenDataset
     from mca_train.losses.preference import PreferenceLoss
     from mca_train.tasks.task import Task
     from mca_train.trainer.dpo import DpoTrainer
@@ -37,7 +36,7 @@ _HOME = {
     "KtoTrainer": "trainer.kto",
     "McaTrainer": "trainer.trainer",
     "MicroBatch": "batching.micro_batch",
-    "PairDataset": "data.preferences",
+    "PairDataset": "data.token_dataset",
     "PreferenceLoss": "losses.preference",
     "RewardTrainer": "trainer.scores",
     "Task": "tasks.task",

@@ -20,8 +20,14 @@ from mca_train.batching.collate import PadCollator
 from mca_train.batching.kto_kl_pairs import KtoKlPairs
 from mca_train.batching.loaders import Loaders, iterate_steps, resume_position
 from mca_train.batching.position import RunPosition
-from mca_train.batching.sampling import BatchShape, StepSampler
-from mca_train.batching.step_stream import PackedStream, StepStream, is_stream, require_steps
+from mca_train.batching.sampling import (
+    BatchShape,
+    PackedStream,
+    StepSampler,
+    StepStream,
+    is_stream,
+    require_steps,
+)
 
 DATA = [{"input_ids": torch.arange(3) + number} for number in range(12)]
 

@@ -12,9 +12,8 @@ from mca_train.batching.packing import (
     require_plain_sample,
     sequence_lengths,
 )
-from mca_train.batching.step_stream import PackedStream
-from mca_train.data.preferences import PairDataset
-from mca_train.data.token_dataset import TokenDataset
+from mca_train.batching.sampling import PackedStream
+from mca_train.data.token_dataset import PairDataset, TokenDataset
 
 
 def dataset(lengths):

@@ -12,7 +12,7 @@ from image_samples import ANSWER, asked, text
 
 from mca_config.errors import McaError
 from mca_models.megatron.features.sequence_media import join_tensors
-from mca_train.data.audio_files import AudioFile, open_audio
+from mca_train.data.audio_files import AudioFile
 from mca_train.data.image_rows import ImageReader
 from mca_train.data.row_paths import RowPaths
 from mca_train.tasks.load import load_stream, load_tokenized
@@ -242,8 +242,8 @@ def test_rows_of_a_dataset_open_no_other_files():
     paths = RowPaths("hf://datasets/org/name", ("hf://datasets/org/name",))
     for outside in ("../other/a.wav", "/etc/a.wav", "https://host/a.wav", "file:///etc/a.wav"):
         with pytest.raises(McaError, match=r"^audio .* (is outside of|begins with file://)"):
-            open_audio(outside, paths)
-    assert open_audio("clips/a.wav", paths).place == "hf://datasets/org/name/clips/a.wav"
+            AudioFile.read(outside, paths)
+    assert AudioFile.read("clips/a.wav", paths).place == "hf://datasets/org/name/clips/a.wav"
 
 
 def test_other_rates_and_channels_are_resampled_and_averaged(tmp_path):

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from functools import partial
 from types import SimpleNamespace
 
 import datasets
@@ -35,17 +36,17 @@ from mca_models.megatron.features.media_features import split_patches
 from mca_models.megatron.features.sequence_media import MediaJoiner
 from mca_train.batching.collate import CountedSamples, PadCollator, StepCollator
 from mca_train.config.arguments import DataArguments
-from mca_train.data import image_processors
-from mca_train.data.grids import Grid
 from mca_train.data.image_processors import image_tokens
 from mca_train.data.image_rows import ImageReader
-from mca_train.data.image_slices import SliceTokens
 from mca_train.data.image_tiles import TileRowTokens
 from mca_train.data.media_tokens import MediaTokens
+from mca_train.data.medium_tokens import Grid, MediaContext, load_processor
 from mca_train.data.video_files import VideoFacts
-from mca_train.data.video_tokens import PooledVideoTokens, SliceVideoTokens, VideoOptions
+from mca_train.data.video_tokens import PooledVideoTokens, SliceVideoTokens
 from mca_train.tasks.load import load_tokenized
 from mca_train.tasks.table import TASKS
+
+data_arguments = partial(DataArguments, model_name_or_path="m")
 
 
 @pytest.fixture(params=KINDS)
@@ -61,7 +62,7 @@ def made(request, tmp_path, monkeypatch):
 def load(kind, folder, *rows):
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     images = ImageReader(config=kind.config, directories=(folder / "model",))
-    given = DataArguments(model_name_or_path="m", seq_length=4096)
+    given = data_arguments(seq_length=4096)
     return load_tokenized(TASKS["sft"], [str(folder / "rows.jsonl")], kind.tokenizer, given, images=images)
 
 
@@ -171,7 +172,7 @@ def test_a_processor_is_found_where_transformers_exports_none_without_torchvisio
 
     PixtralImageProcessorPil(size={"longest_edge": 32}, patch_size=4).save_pretrained(tmp_path)
     monkeypatch.setattr(transformers, "AutoImageProcessor", SimpleNamespace(from_pretrained=refuse))
-    assert isinstance(image_processors.image_processor([tmp_path]), PixtralImageProcessorPil)
+    assert isinstance(load_processor([tmp_path], "image"), PixtralImageProcessorPil)
 
 
 @pytest.mark.parametrize("tile", [16, 24])
@@ -370,10 +371,11 @@ def test_frames_of_llava_onevision_end_with_one_token(wanted, tmp_path, monkeypa
 
 def test_a_clip_with_fewer_frames_than_gemma4_takes_is_seen_as_a_whole():
     kind, _ = gemma4()
-    tokens = PooledVideoTokens(kind.videos, 1, VideoOptions(), (2, 3), kind.tokenizer)
+    context = MediaContext(kind.videos, 1, kind.config, kind.tokenizer)
+    tokens = PooledVideoTokens(context, data_arguments())
     grid = tokens.grid(VideoFacts(5, 2.0, 16, 24))
     assert (grid.frames, grid.times) == (5, (0.0, 0.5, 1.0, 1.5, 2.0))
-    few = PooledVideoTokens(kind.videos, 1, VideoOptions(max_frames=4), (2, 3), kind.tokenizer)
+    few = PooledVideoTokens(context, data_arguments(video_max_frames=4))
     assert few.grid(VideoFacts(8, 2.0, 16, 24)).times == (0.0, 1.0, 2.0, 3.0)
 
 
@@ -474,26 +476,28 @@ def test_options_of_videos_that_minicpm_cannot_use_raise_one_error():
     pytest.importorskip("torchvision")
     from transformers.models.minicpmv4_6.video_processing_minicpmv4_6 import MiniCPMV4_6VideoProcessor
 
+    kind, _ = minicpm()
+
     def tokens(options, **different):
         videos = MiniCPMV4_6VideoProcessor(**different)
-        slices = SliceTokens(videos, 1, "16x", lambda high, wide: high * wide // 16, lambda grid: [])
-        return SliceVideoTokens(videos, options, slices)
+        context = MediaContext(videos, 1, kind.config, kind.tokenizer)
+        return SliceVideoTokens(context, options, numbered=True)
 
-    assert tokens(VideoOptions(max_frames=3)).grid(VideoFacts(80, 8.0, 448, 448)).frames == 3
-    assert tokens(VideoOptions(fps=1.0)).grid(VideoFacts(80, 8.0, 448, 448)).frames == 10
+    assert tokens(data_arguments(video_max_frames=3)).grid(VideoFacts(80, 8.0, 448, 448)).frames == 3
+    assert tokens(data_arguments(video_fps=1.0)).grid(VideoFacts(80, 8.0, 448, 448)).frames == 10
     expected = r"video_fps is 2; expected 1, because MiniCPMV4_6VideoProcessor .*; leave it out"
     with pytest.raises(UsageError, match=expected):
-        tokens(VideoOptions(fps=2.0))
+        tokens(data_arguments(video_fps=2.0))
     with pytest.raises(UsageError, match="stack_frames is 3; expected 1"):
-        tokens(VideoOptions(), stack_frames=3)
+        tokens(data_arguments(), stack_frames=3)
     with pytest.raises(McaError, match=r"lasts 10.0 seconds, more than video_max_seconds 4"):
-        tokens(VideoOptions(max_seconds=4.0)).grid(VideoFacts(80, 8.0, 448, 448))
+        tokens(data_arguments(video_max_seconds=4.0)).grid(VideoFacts(80, 8.0, 448, 448))
 
 
 @pytest.mark.parametrize("size", [(16, 16), (16, 32), (32, 16), (32, 48)])
 def test_tiles_of_llama_4_are_counted_as_its_processor_cuts_them(size):
     kind, _ = llama4()
-    tokens = TileRowTokens(kind.processor, 9, 4, [1, 2, 3, 4, 5])
+    tokens = TileRowTokens(MediaContext(kind.processor, 9, kind.config, kind.tokenizer))
     cut = kind.processor(images=[Image.new("RGB", size[::-1])], return_tensors="pt")
     grid = tokens._computed(*size)
     assert grid.rows == len(cut["pixel_values"])
@@ -515,6 +519,6 @@ def test_an_images_span_has_the_marks_that_are_there(tokens, span):
     """Two placeholders 9, which marks 8 and 7 may enclose."""
     image = SimpleNamespace(marks=lambda grid: ((8,), (7,)))
     where = [place for place, token in enumerate(tokens) if token == 9]
-    grid = SimpleNamespace(medium="image")
-    sequence = SimpleNamespace(_split=lambda tokens, grids: [(grid, where)], _of=lambda medium: image)
+    grid = SimpleNamespace()
+    sequence = SimpleNamespace(_split=lambda tokens, grids: [(grid, where)], _images=image)
     assert MediaTokens.spans(sequence, tokens, [grid]) == [span]

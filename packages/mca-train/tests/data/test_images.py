@@ -19,9 +19,9 @@ from mca_models.megatron.features.sequence_media import MediaJoiner
 from mca_train.batching.collate import CountedSamples, PadCollator, StepCollator
 from mca_train.batching.packing import PackedDataset
 from mca_train.config.arguments import DataArguments
-from mca_train.data.grids import Grid
 from mca_train.data.image_files import open_image
 from mca_train.data.image_processors import image_tokens
+from mca_train.data.medium_tokens import Grid
 from mca_train.data.row_paths import RowPaths
 from mca_train.tasks.classify import Labels
 from mca_train.tasks.load import load_tokenized

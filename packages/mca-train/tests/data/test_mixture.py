@@ -9,9 +9,8 @@ from tokenizers_for_tests import byte_tokenizer
 
 from mca_config.errors import McaError
 from mca_train.config.arguments import DataArguments
-from mca_train.data.mixture import Mixture, shares
 from mca_train.data.sources import parse_sources
-from mca_train.data.token_dataset import TokenDataset
+from mca_train.data.token_dataset import Mixture, TokenDataset, shares
 from mca_train.tasks.load import load_mixture
 from mca_train.tasks.table import TASKS
 

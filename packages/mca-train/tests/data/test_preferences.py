@@ -7,7 +7,7 @@ from tokenizers_for_tests import byte_tokenizer
 
 from mca_config.errors import McaError
 from mca_train.config.arguments import PairArguments
-from mca_train.data import preferences
+from mca_train.data import encoding
 from mca_train.losses.preference import PairLogps, PreferenceLoss
 from mca_train.tasks.load import load_tokenized
 from mca_train.tasks.table import TASKS
@@ -143,4 +143,4 @@ def test_conversations_without_a_prompt_begin_with_the_same_message():
         )
     )
     with pytest.raises(McaError, match="no common beginning"):
-        preferences._split_messages(None, chosen, rejected)
+        encoding._split_messages(None, chosen, rejected)

@@ -1,6 +1,6 @@
 """The order of streamed rows."""
 
-from mca_train.data.file_rows import FileRows
+from mca_train.data.streams import FileRows
 
 
 def order(seed: int | None, epoch: int = 0) -> list[int]:

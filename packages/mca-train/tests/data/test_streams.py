@@ -93,8 +93,7 @@ def test_many_files_are_told_apart_by_a_digest():
 
 
 def test_rows_of_others_are_not_tokenized(files):
-    from mca_train.batching.sampling import BatchShape
-    from mca_train.batching.step_stream import StepStream
+    from mca_train.batching.sampling import BatchShape, StepStream
 
     stream = load_stream(TASKS["sft"], files, byte_tokenizer(), arguments(), seed=None)
     made = []
@@ -193,8 +192,7 @@ def test_an_error_of_a_worker_is_one_line(tmp_path):
     from torch.utils.data import DataLoader
 
     from mca_train.batching.loaders import iterate_steps
-    from mca_train.batching.sampling import BatchShape
-    from mca_train.batching.step_stream import StepStream
+    from mca_train.batching.sampling import BatchShape, StepStream
 
     file = tmp_path / "a.jsonl"
     file.write_text('{"prompt": "a", "completion": 3}\n')

@@ -11,13 +11,8 @@ from mca_config.errors import McaError
 from mca_train.config.arguments import DataArguments, PairArguments
 from mca_train.data import target_filter
 from mca_train.data.long_texts import TokenPrefix, encode_prefix, split_text
-from mca_train.data.target_filter import (
-    RowsWithTargets,
-    SampleBuilder,
-    has_target,
-    pair_target_check,
-    sft_target_check,
-)
+from mca_train.data.streams import RowsWithTargets, SampleBuilder, has_target
+from mca_train.data.target_filter import pair_target_check, sft_target_check
 
 
 @pytest.mark.parametrize(

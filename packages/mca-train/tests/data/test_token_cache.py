@@ -12,10 +12,9 @@ from tokenizers_for_tests import THINKING, byte_tokenizer
 
 from mca_config.errors import McaError
 from mca_train.config.arguments import PairArguments
-from mca_train.data.grids import Grid
-from mca_train.data.preferences import PairDataset
+from mca_train.data.medium_tokens import Grid
 from mca_train.data.token_cache import _VERSION, load_or_build
-from mca_train.data.token_dataset import TokenDataset
+from mca_train.data.token_dataset import PairDataset, TokenDataset
 from mca_train.tasks.load import load_mixture, load_tokenized
 from mca_train.tasks.table import TASKS
 

@@ -14,7 +14,7 @@ def sampled(total: int, chosen: list[float], most: int | None, step: int = 2) ->
     processor = SimpleNamespace(
         temporal_patch_size=step, sample_frames=lambda metadata: asked.append(metadata) or chosen
     )
-    tokens: Any = SimpleNamespace(processor=processor, _options=SimpleNamespace(max_frames=most))
+    tokens: Any = SimpleNamespace(processor=processor, _arguments=SimpleNamespace(video_max_frames=most))
     facts: Any = SimpleNamespace(frames=total, fps=4.0, width=6, height=5, seconds=total / 4)
     found = VideoTokens._sample(tokens, facts)
     for each in asked:

@@ -27,21 +27,12 @@ class Grid:
 
 def tokens(chunk: int | None) -> SoundingVideoTokens:
     videos: Any = SimpleNamespace(
-        marks=lambda grid: ([1, 2], [3]),
         token=VIDEO,
         ids=lambda grid: ["video"],
         locate=lambda where, grid: [ImageSpan(int(where[0]), 1, 4, medium="video")],
     )
     audio: Any = SimpleNamespace(token=AUDIO)
     return SoundingVideoTokens(videos, audio, (BEGIN, END), 2.0, chunk)
-
-
-@pytest.mark.parametrize(("sound", "marks"), [(3, ([1, 2, BEGIN], [END, 3])), (0, ([1, 2], [3]))])
-def test_the_marks_of_the_sound_are_inside_those_of_the_video(
-    sound: int, marks: tuple[list[int], list[int]]
-) -> None:
-    grid: Any = Grid(sound)
-    assert tokens(None).marks(grid) == marks
 
 
 @pytest.mark.parametrize(
@@ -104,16 +95,16 @@ def test_a_chunk_of_sound_has_the_positions_of_its_seconds(
         ("video_tokens", "frames"),
         ("audio_tokens", "sound"),
         ("get_family", rules),
-        ("media_marks", "marks"),
+        ("config_ids", "marks"),
         ("positions_per_second", 25),
     ):
         monkeypatch.setattr(video_sound, name, lambda *_, result=result: result)
     monkeypatch.setattr(video_sound, "SoundingVideoTokens", lambda *given: given)
     config: Any = SimpleNamespace(model_type="m", vision_fields=fields)
-    options: Any = SimpleNamespace(sound=asked)
+    arguments: Any = SimpleNamespace(use_audio_in_video=asked)
 
     def made() -> Any:
-        return video_sound.sounding_video_tokens(config, (), None, options, None)  # type: ignore[arg-type]
+        return video_sound.sounding_video_tokens(config, (), None, arguments)  # type: ignore[arg-type]
 
     assert made() == (("frames", "sound", "marks", 25, chunk) if asked else "frames")
     monkeypatch.setattr(video_sound, "positions_per_second", lambda config: None)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mca_config.errors import McaError
-from mca_train.data.mixture import Mixture
+from mca_train.data.token_dataset import Mixture
 from mca_train.trainer import dpo, kto, logger, reference
 from mca_train.trainer.dpo import DpoTrainer, ExtraColumns
 from mca_train.trainer.kto import KtoTrainer

@@ -17,9 +17,11 @@ from mca_train.batching.micro_batch import StepBatch
 from mca_train.batching.packing import PackedDataset, longest_sample
 from mca_train.batching.position import RunPosition
 from mca_train.batching.routed_experts import ExpertBatching
-from mca_train.batching.sampling import SAMPLES, BatchShape, StepSampler
-from mca_train.batching.step_stream import (
+from mca_train.batching.sampling import (
+    SAMPLES,
+    BatchShape,
     PackedStream,
+    StepSampler,
     StepStream,
     is_stream,
     require_steps,

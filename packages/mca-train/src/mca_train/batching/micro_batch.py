@@ -141,15 +141,15 @@ class StepBatch:
 
     def without_routed_experts(self) -> "StepBatch":
         """Return a copy for a model with other routers, which then choose their experts."""
-        kl_batch = None if self.kl_batch is None else self.kl_batch.without_routed_experts()
-        micros = tuple(replace(micro, routed_experts=None) for micro in self.micro_batches)
-        return replace(self, micro_batches=micros, kl_batch=kl_batch)
+        return self._with(lambda micro: replace(micro, routed_experts=None))
 
     def pin_memory(self) -> "StepBatch":
         """Return a copy in pinned memory; data loaders call this."""
-        kl_batch = None if self.kl_batch is None else self.kl_batch.pin_memory()
-        pinned = tuple(micro.pin_memory() for micro in self.micro_batches)
-        return replace(self, micro_batches=pinned, kl_batch=kl_batch)
+        return self._with(MicroBatch.pin_memory)
+
+    def _with(self, change: Callable[[MicroBatch], MicroBatch]) -> "StepBatch":
+        kl_batch = None if self.kl_batch is None else self.kl_batch._with(change)
+        return replace(self, micro_batches=tuple(map(change, self.micro_batches)), kl_batch=kl_batch)
 
     @property
     def micro_batch_size(self) -> int:

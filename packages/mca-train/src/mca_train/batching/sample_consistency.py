@@ -16,8 +16,7 @@ from mca_config.errors import McaError
 from mca_train import groups
 from mca_train.batching.micro_batch import StepBatch
 from mca_train.batching.packing import split_sequences
-from mca_train.batching.sampling import StepSampler
-from mca_train.batching.step_stream import StepStream
+from mca_train.batching.sampling import StepSampler, StepStream
 from mca_train.groups import Ranks
 from mca_train.types import SampleSource
 

@@ -19,7 +19,7 @@ from mca_config.model_config import McaModelConfig
 from mca_models.media import positions
 from mca_train.batching.collate import Collator
 from mca_train.batching.packing import PackedDataset, PackingStats
-from mca_train.batching.step_stream import is_stream
+from mca_train.batching.sampling import is_stream
 from mca_train.clients.sample_media import LLAMA_FACTORY, MEDIA_INPUTS, BatchMedia
 from mca_train.types import Sample, SampleSource
 

@@ -1,7 +1,7 @@
 """Audio clips that a row names or contains: facts of the header, and samples, decoded by soundfile."""
 
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from mca_config.errors import McaError, UsageError
 from mca_train.data.encoded_file import EncodedFile
-from mca_train.data.message_parts import AUDIO, AUDIO_KEYS, require_no_audio_options
-from mca_train.data.row_paths import RowPaths
+from mca_train.data.message_parts import AUDIO
 from mca_train.types import Upstream
 
 
@@ -41,6 +40,7 @@ class AudioFile(EncodedFile):
     """Audio clip in a file, at a URL, or in the row."""
 
     medium = AUDIO
+    base64_keys = ("base64", "data")  # of OpenAI's input_audio
 
     def facts(self) -> AudioFacts:
         """Return the facts of the clip.
@@ -113,29 +113,3 @@ def require_audio_packages() -> None:
     """Raise a `UsageError` unless the packages of the extra ``audio`` are installed."""
     if missing := [name for name in ("soundfile", "soxr") if importlib.util.find_spec(name) is None]:
         raise UsageError(f"rows have audio, which needs {' and '.join(missing)}; install mca-train[audio]")
-
-
-def open_audio(value: object, paths: RowPaths) -> AudioFile:
-    """Return the audio clip of a row: a path, a URL, bytes, base64, or a mapping with one of them.
-
-    Args:
-        value: Value in the row.
-        paths: Files that the row may open.
-
-    Raises:
-        McaError: The value is none of these, or the row may not open the file.
-    """
-    if (plain := AudioFile.from_row(value, paths)) is not None:
-        return plain
-    if isinstance(value, Mapping):
-        require_no_audio_options(value)
-        if (inside := AudioFile.from_mapping(value)) is not None:
-            return inside
-        if isinstance(text := value.get("data"), str):  # of OpenAI's input_audio
-            return AudioFile.from_base64(text)
-        found = next((value[key] for key in AUDIO_KEYS if value.get(key) is not None), None)
-        if found is not None:
-            return open_audio(found, paths)
-    raise McaError(
-        f"an audio clip is {value!r:.80}; expected a path, a URL, bytes, base64, or a mapping with one of them"
-    )

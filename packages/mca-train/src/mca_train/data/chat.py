@@ -35,26 +35,11 @@ _PRINTED = {"argument": "as Python writes it"}
 _IMAGE_TEXT = "mca_image_text"  # attribute of a tokenizer
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thoughts")
 RESERVED_OPTIONS = frozenset(
-    {
-        *(
-            "conversation",
-            "messages",
-            "tools",
-            "chat_template",
-            "add_generation_prompt",
-            "continue_final_message",
-        ),
-        *(
-            "tokenize",
-            "padding",
-            "truncation",
-            "max_length",
-            "return_tensors",
-            "return_dict",
-            "tokenizer_kwargs",
-        ),
-        *("return_assistant_tokens_mask", "sanitize_control_tokens"),
-    }
+    (
+        *("conversation", "messages", "tools", "chat_template", "add_generation_prompt", "tokenize"),
+        *("continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
+        *("tokenizer_kwargs", "return_assistant_tokens_mask", "sanitize_control_tokens"),
+    )
 )
 """Options of ``apply_chat_template`` that are not variables of the template."""
 

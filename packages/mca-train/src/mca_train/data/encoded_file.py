@@ -4,18 +4,20 @@ import base64
 import binascii
 import io
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, ClassVar, Self
+from typing import BinaryIO, ClassVar, Self, TypeVar
 
 from mca_config.errors import McaError
 from mca_config.files import open_regular
 from mca_config.redaction import redacted
-from mca_train.data.message_parts import NOUNS
+from mca_train.data.message_parts import KEYS, NOUNS, require_no_options
 from mca_train.data.row_paths import RowPaths
 from mca_train.data.urls import is_url, read_url
+
+Other = TypeVar("Other")
 
 
 @dataclass(frozen=True)
@@ -28,31 +30,51 @@ class EncodedFile:
     """
 
     medium: ClassVar[str]
+    base64_keys: ClassVar[tuple[str, ...]] = ("base64",)
+    alternative: ClassVar[str] = ""
+    """Other values of a row, for errors."""
     place: str
     data: bytes | None = field(default=None, repr=False)
 
     @classmethod
-    def from_row(cls, value: object, paths: RowPaths) -> Self | None:
-        """Return the file of a path, a URL, bytes or a data URL; None: ``value`` is none of these."""
+    def read(
+        cls, value: object, paths: RowPaths, other: Callable[[object], Other | None] = lambda value: None
+    ) -> Self | Other:
+        """Return the file of a value in a row: a path, a URL, bytes, base64, or a mapping with one of them.
+
+        Args:
+            value: Value in the row.
+            paths: Files that the row may open.
+            other: Function that returns the medium of another value; None: it is none either.
+
+        Raises:
+            McaError: The value is none of these, or the row may not open the file.
+        """
         if isinstance(value, bytes):
             return cls(f"of {len(value)} bytes", value)
         if isinstance(value, str):
             if value.startswith("data:"):
-                return cls.from_base64(value.partition(",")[2])
+                return cls._from_base64(value.partition(",")[2])
             return cls(paths.resolve(value, cls.medium))
-        return None
+        if (found := other(value)) is not None:
+            return found
+        if isinstance(value, Mapping):
+            require_no_options(value, cls.medium)
+            if isinstance(data := value.get("bytes"), bytes):
+                return cls(str(value.get("path") or f"of {len(data)} bytes"), data)
+            for key in cls.base64_keys:
+                if isinstance(text := value.get(key), str):
+                    return cls._from_base64(text)
+            inside = next((value[key] for key in KEYS[cls.medium] if value.get(key) is not None), None)
+            if inside is not None:
+                return cls.read(inside, paths, other)
+        raise McaError(
+            f"{NOUNS[cls.medium]} is {value!r:.80}; expected a path, a URL, bytes, base64, {cls.alternative}or a "
+            "mapping with one of them"
+        )
 
     @classmethod
-    def from_mapping(cls, value: Mapping[str, object]) -> Self | None:
-        """Return the file of a mapping with ``bytes`` or ``base64``; None: it has neither."""
-        if isinstance(data := value.get("bytes"), bytes):
-            return cls(str(value.get("path") or f"of {len(data)} bytes"), data)
-        text = value.get("base64")
-        return cls.from_base64(text) if isinstance(text, str) else None
-
-    @classmethod
-    def from_base64(cls, text: str) -> Self:
-        """Return the file of ``text``."""
+    def _from_base64(cls, text: str) -> Self:
         try:
             data = base64.b64decode(text, validate=True)
         except (binascii.Error, ValueError) as error:

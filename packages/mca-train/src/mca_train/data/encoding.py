@@ -1,11 +1,10 @@
 """Tokenization of single rows into token ids and targets, for pre-training and fine-tuning.
 
-Errors name the problem of a row; the caller adds the row's location. `preferences` encodes preference pairs with the
-same functions.
+A row has one answer, or a chosen and a rejected one. Errors name the problem of a row; the caller adds its location.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, TypeVar, cast
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 from mca_config.errors import McaError
 from mca_config.types import Values
 from mca_models.media import placeholders
-from mca_train.config.arguments import DataArguments
+from mca_train.config.arguments import DataArguments, PairArguments
 from mca_train.data.chat import RESERVED_OPTIONS, Message, TemplateInputs, tokenize_chat
 from mca_train.data.files import require_column
 from mca_train.data.formats import TEMPLATE_INPUTS, detect_format, media_columns, row_converter
@@ -38,6 +37,8 @@ AnswersTokenizer = Callable[
     ["PreTrainedTokenizerBase", object, Sequence[object], int, TemplateInputs], list[Encoded]
 ]
 """Function from a prompt and its completions to their sequences."""
+TextOrMessages = str | list[Message]
+"""Prompt or answer, as text or as chat messages."""
 BlockTokenizer = Callable[[Sequence[Values], Sequence[str]], list[list[int]]]
 """Function from rows and their locations to the tokens of each text."""
 
@@ -113,19 +114,6 @@ class WarningRecorder(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Append the text of ``record``."""
         self.lines.append(record.getMessage())
-
-
-def warn_truncated_rows(is_cut: Iterable[bool], length: int, key: str) -> None:
-    """Log a warning with the number of truncated rows."""
-    cut = list(is_cut)
-    if any(cut):
-        logger.warning(
-            "%s: %d of %d rows are longer than seq_length %d and are truncated at the end",
-            key,
-            sum(cut),
-            len(cut),
-            length,
-        )
 
 
 def row_encoder(
@@ -305,3 +293,82 @@ def _eos(tokenizer: "PreTrainedTokenizerBase") -> int:
     if tokenizer.eos_token_id is None:
         raise McaError("the tokenizer has no end-of-sequence token; set `eos_token` in its directory")
     return int(tokenizer.eos_token_id)
+
+
+def pair_encoder(
+    names: Sequence[str],
+    tokenizer: "PreTrainedTokenizerBase",
+    arguments: PairArguments,
+    key: str,
+    tokenize: AnswersTokenizer = tokenize_answers,
+) -> RowEncoder:
+    """Return the encoder of rows with a chosen and a rejected answer, in this order."""
+    if (other := row_converter(names, arguments, key, pairs=True)) is not None:
+        inner = pair_encoder(other.names, tokenizer, replace(arguments, data_format=None), key, tokenize)
+        return lambda row: inner(other.convert(row))
+
+    def encode(row: Values) -> list[Encoded]:
+        prompt, chosen, rejected = split_row(row, arguments)
+        inputs = template_inputs(row, arguments)
+        return tokenize(tokenizer, prompt, (chosen, rejected), arguments.seq_length, inputs)
+
+    return encode
+
+
+def split_row(row: Values, arguments: PairArguments) -> tuple[TextOrMessages, TextOrMessages, TextOrMessages]:
+    """Split a row into prompt, chosen and rejected: three texts, or three lists of messages.
+
+    Without a prompt, or if both conversations repeat it, the common beginning of both is the prompt.
+    """
+    prompt, names = row.get(arguments.prompt_column), (arguments.chosen_column, arguments.rejected_column)
+    chosen, rejected = (row[name] for name in names)
+    kinds = {name: "text" if isinstance(row[name], str) else "a list" for name in names}
+    for name in names:
+        if not isinstance(row[name], str | list):
+            raise McaError(f"{name} is {row[name]!r:.80}; expected text or a list of messages")
+    if len(set(kinds.values())) > 1:
+        raise McaError(
+            " and ".join(f"{name} is {kind}" for name, kind in kinds.items()) + "; expected the same for both"
+        )
+    if isinstance(chosen, str):
+        if not isinstance(prompt, str):
+            raise McaError(f"chosen and rejected are text, so the prompt must be too; got {prompt!r:.80}")
+        return prompt, chosen, rejected
+    return _split_messages(prompt, check_messages(chosen), check_messages(rejected))
+
+
+def _split_messages(
+    prompt: object, chosen: list[Message], rejected: list[Message]
+) -> tuple[list[Message], list[Message], list[Message]]:
+    """Remove the prompt from two conversations; files often have it in a separate column and in both."""
+    answers = {"chosen": chosen, "rejected": rejected}
+    common = 0
+    while common < min(len(chosen), len(rejected)) and chosen[common] == rejected[common]:
+        common += 1
+    if prompt is None:
+        if not common or common == min(len(chosen), len(rejected)):
+            raise McaError(
+                "there is no prompt, and chosen and rejected have no common beginning; add a prompt"
+            )
+        return chosen[:common], chosen[common:], rejected[common:]
+    turns = _turns(prompt)
+    if all(conversation[: len(turns)] == turns for conversation in answers.values()):
+        return turns, chosen[len(turns) :], rejected[len(turns) :]
+    user_contents = [turn["content"] for turn in chosen[:common] if turn["role"] == "user"]
+    if isinstance(prompt, str) and prompt.strip() in [
+        conversation.strip() for conversation in user_contents if isinstance(conversation, str)
+    ]:
+        return chosen[:common], chosen[common:], rejected[common:]
+    for name, conversation in answers.items():
+        if turns[-1]["role"] == "user" and conversation[0]["role"] in ("system", "user"):
+            raise McaError(
+                f"{name} begins with a turn of the {conversation[0]['role']}, but does not repeat the prompt; "
+                "begin it with the assistant's turn, or set prompt_column to a missing column, so that the "
+                "common beginning of both is the prompt"
+            )
+    return turns, chosen, rejected
+
+
+def _turns(prompt: object) -> list[Message]:
+    """Return the prompt as messages; text is one user turn."""
+    return check_messages([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)

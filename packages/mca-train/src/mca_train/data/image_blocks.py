@@ -4,27 +4,26 @@ Each ``<image>`` of a row is the placeholder of an image in its column. `ImageBl
 blocks of streamed rows. `samples` and `streams` make blocks of text alone.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from mca_config.errors import McaError
 from mca_config.types import JsonObject, Values
 from mca_train.config.arguments import DataArguments
 from mca_train.data.encoding import block_tokenizer
-from mca_train.data.file_rows import FileRows, Row
-from mca_train.data.grids import Grid
 from mca_train.data.image_rows import ImageRows
 from mca_train.data.media_tokens import Span
+from mca_train.data.medium_tokens import Grid
 from mca_train.data.placeholders import require_no_placeholders
 from mca_train.data.sample_images import DatasetImages, ImageTable, SampleImages
-from mca_train.data.samples import map_in_memory
+from mca_train.data.samples import lists, map_in_memory
+from mca_train.data.streams import FileRows, Row
 from mca_train.data.token_dataset import IGNORED, Sample, TokenDataset
 
 if TYPE_CHECKING:
@@ -78,22 +77,13 @@ def image_blocks(
 def _tokenize_rows(
     rows: "datasets.Dataset", read: ImageRows, arguments: DataArguments, key: str
 ) -> "datasets.Dataset":
-    import datasets
-
     encode = text_encoder(rows.column_names, read, arguments, key)
 
     def made(row: Values, index: int) -> JsonObject:
         tokens, targets, grids = encode(row, f"row {index}")
         return {"input_ids": tokens, "is_target": targets, "grids": [grid.numbers for grid in grids]}
 
-    def lists(kind: str) -> "datasets.Sequence":
-        return datasets.Sequence(datasets.Value(kind))
-
-    features = {
-        "input_ids": lists("int32"),
-        "is_target": lists("bool"),
-        "grids": datasets.Sequence(lists("float64")),
-    }
+    features = {"input_ids": lists("int32", 1), "is_target": lists("bool", 1), "grids": lists("float64", 2)}
     return map_in_memory(rows, made, features, arguments.preprocessing_num_workers)
 
 
@@ -188,9 +178,7 @@ class ImageBlockStream(IterableDataset[Sample]):
             if len(tokens) <= self._length:
                 continue
             spans = self._spans(tokens, images)
-            cuts = block_cuts(len(tokens), spans, self._length, self._key)[
-                :-1
-            ]  # the last block may still grow
+            cuts = block_cuts(len(tokens), spans, self._length, self._key)[:-1]  # the last may still grow
             for start, stop in pairwise(cuts):
                 if stop - start == 1:
                     continue  # a single token has no target
@@ -210,18 +198,14 @@ class ImageBlockStream(IterableDataset[Sample]):
         ids = torch.tensor(tokens)
         sample: Sample = {"input_ids": ids, "labels": ids.where(torch.tensor(targets), IGNORED)}
         if images:
-            places = self._read.tokens.locate(tokens, [image.grid for image in images])
-            sample["images"] = SampleImages(places, lambda: self._tensors(images))
+            grids = [image.grid for image in images]
+            rows = {image.row.place: image.row for image in images}
+            origins = [(image.row.place, image.which) for image in images]
+            places, location = self._read.tokens.locate(tokens, grids), f"{self._key}, {', '.join(rows)}"
+            sample["images"] = SampleImages(
+                places, lambda: self._read.tensors(rows, origins, grids, location)
+            )
         return sample
-
-    def _tensors(self, images: Sequence[_Image]) -> Mapping[str, Tensor]:
-        rows = {image.row.place: image.row for image in images}
-        try:
-            files = {place: self._read.files(row) for place, row in rows.items()}
-            found = [files[image.row.place][image.which] for image in images]
-            return self._read.tokens.tensors(found, [image.grid for image in images])
-        except McaError as error:
-            raise McaError(f"{self._key}, {', '.join(rows)}: {error}") from error
 
 
 def _before(spans: Sequence[Span], position: int) -> int:

@@ -6,7 +6,7 @@
 import io
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -14,7 +14,7 @@ from PIL import Image, ImageOps, PngImagePlugin, TiffImagePlugin, UnidentifiedIm
 
 from mca_config.errors import McaError
 from mca_train.data.encoded_file import EncodedFile
-from mca_train.data.message_parts import IMAGE, IMAGE_KEYS, require_no_size
+from mca_train.data.message_parts import IMAGE
 from mca_train.data.row_paths import RowPaths
 
 _PNG_MODES = ("1", "L", "LA", "I;16", "P", "RGB", "RGBA")
@@ -157,28 +157,9 @@ def _to_eight_bits(image: Image.Image, place: str, top: int) -> Image.Image:
 
 
 def open_image(value: object, paths: RowPaths) -> ImageFile:
-    """Return the image of a row: a path, a URL, bytes, base64, or a mapping with one of them.
-
-    Args:
-        value: Value in the row.
-        paths: Files that the row may open.
-
-    Raises:
-        McaError: The value is none of these, or the row may not open the file.
-    """
-    if (plain := ImageFile.from_row(value, paths)) is not None:
-        return plain
-    if isinstance(value, Image.Image):
-        return _encode_image(value)
-    if isinstance(value, Mapping):
-        require_no_size(value)
-        if (inside := ImageFile.from_mapping(value)) is not None:
-            return inside
-        found = next((value[key] for key in IMAGE_KEYS if value.get(key) is not None), None)
-        if found is not None:
-            return open_image(found, paths)
-    raise McaError(
-        f"an image is {value!r:.80}; expected a path, a URL, bytes, base64, or a mapping with one of them"
+    """Return the image of a row: a value of PIL, or as `EncodedFile.read`."""
+    return ImageFile.read(
+        value, paths, lambda own: _encode_image(own) if isinstance(own, Image.Image) else None
     )
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from mca_config.errors import McaError
 from mca_config.printable import counted
 from mca_config.types import JsonObject
-from mca_train.data.audio_files import AudioFile, open_audio
+from mca_train.data.audio_files import AudioFile
 from mca_train.data.image_files import ImageFile, open_image
 from mca_train.data.message_parts import (
     AUDIO,
@@ -139,7 +139,7 @@ class MediaPlacer:
 def open_media_file(medium: str, value: object, paths: RowPaths, fps: Callable[[], float]) -> MediaFile:
     """Return the medium ``value`` of a row; see `open_video` for ``fps``."""
     if medium == AUDIO:
-        return open_audio(value, paths)
+        return AudioFile.read(value, paths)
     return open_image(value, paths) if medium == IMAGE else open_video(value, paths, fps)
 
 

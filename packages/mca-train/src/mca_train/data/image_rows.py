@@ -5,22 +5,21 @@ and `media_tokens` counts tokens.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from torch import Tensor
+
 from mca_config.errors import McaError, UsageError
 from mca_config.model_config import McaModelConfig
 from mca_config.redaction import redacted
 from mca_config.types import JsonObject, Values
-from mca_models.media import placeholders
 from mca_train.config.arguments import DataArguments, PairArguments
-from mca_train.data.audio_tokens import AudioOptions, audio_tokens
 from mca_train.data.encoding import Encoded, RowEncoder, without_nulls
 from mca_train.data.formats import COLUMN_KEYS, RowConverter, columns_by_medium, detect_format, row_converter
-from mca_train.data.grids import Grid
 from mca_train.data.image_files import open_image
 from mca_train.data.image_placement import (
     MediaFile,
@@ -30,14 +29,13 @@ from mca_train.data.image_placement import (
     require_equal_counts,
     typed_media,
 )
-from mca_train.data.image_processors import image_tokens, with_image_marks
+from mca_train.data.image_processors import with_image_marks
 from mca_train.data.long_texts import TokenPrefix
 from mca_train.data.media_tokens import MediaTokens
+from mca_train.data.medium_tokens import Grid
 from mca_train.data.message_parts import MEDIA, media_type
 from mca_train.data.placeholders import IMAGE_TAG, MediaTagCheck, media_fields, require_no_placeholders
 from mca_train.data.row_paths import RowPaths
-from mca_train.data.video_sound import sounding_video_tokens
-from mca_train.data.video_tokens import VideoOptions
 from mca_train.types import Upstream
 
 if TYPE_CHECKING:
@@ -47,6 +45,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Rows = TypeVar("Rows", "datasets.Dataset", "datasets.IterableDataset")
+Name = TypeVar("Name")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,19 +63,10 @@ class ImageReader:
     paths: RowPaths = field(default_factory=RowPaths)
     _tokens: list[MediaTokens] = field(default_factory=list)
 
-    def tokens(
-        self, tokenizer: "PreTrainedTokenizerBase", videos: VideoOptions, audio: AudioOptions
-    ) -> MediaTokens:
+    def tokens(self, tokenizer: "PreTrainedTokenizerBase", arguments: DataArguments) -> MediaTokens:
         """Return the tokens of media, whose processors are loaded when a row needs them."""
         if not self._tokens:
-            config, directories = self.config, self.directories
-            made = MediaTokens(
-                lambda: image_tokens(config, directories, tokenizer),
-                lambda: sounding_video_tokens(config, directories, tokenizer, videos, audio),
-                lambda: audio_tokens(config, directories, tokenizer, audio),
-                placeholders(media_fields(config, tokenizer)),
-            )
-            self._tokens.append(made)
+            self._tokens.append(MediaTokens(self.config, self.directories, tokenizer, arguments))
         return self._tokens[0]
 
 
@@ -129,19 +119,37 @@ class ImageRows:
     @property
     def tokens(self) -> MediaTokens:
         """Tokens of the model's media."""
-        own = self.arguments
-        videos = VideoOptions(
-            fps=own.video_fps,
-            max_frames=own.video_max_frames,
-            max_seconds=own.video_max_seconds,
-            sound=bool(own.use_audio_in_video),
-        )
-        audio = AudioOptions(max_seconds=own.audio_max_seconds)
-        return self._reader.tokens(self.tokenizer, videos, audio)
+        return self._reader.tokens(self.tokenizer, self.arguments)
 
     def files(self, row: Values, side: int = 0) -> list[MediaFile]:
         """Return the images and videos of one sequence of a row, in the order of their placeholders."""
         return self.text(row)[1] if self._texts else self._read_images(row)[1][side]
+
+    def tensors(
+        self,
+        rows: Mapping[Name, Values],
+        origins: Sequence[tuple[Name, int]],
+        grids: Sequence[Grid],
+        location: str,
+        side: int = 0,
+    ) -> dict[str, Tensor]:
+        """Return the inputs of the towers for media of several rows.
+
+        Args:
+            rows: Rows by any name.
+            origins: Name of the row of each medium, and its index in the row.
+            grids: Grids of the media.
+            location: Location of the rows, for errors.
+            side: Index of the sequence in its row.
+
+        Raises:
+            McaError: A file cannot be read, or has changed.
+        """
+        try:
+            files = {name: self.files(row, side) for name, row in rows.items()}
+            return self.tokens.tensors([files[name][which] for name, which in origins], grids)
+        except McaError as error:
+            raise McaError(f"{location}: {error}") from error
 
     def encode_row(
         self, row: Values, encode: RowEncoder, row_place: str
@@ -193,7 +201,7 @@ class ImageRows:
             require_equal_counts(0, len(column_images))
             return text, []
         require_equal_counts(text.count(IMAGE_TAG), len(column_images))
-        marked = text.replace(IMAGE_TAG, self.tokens.mark(self.tokenizer))
+        marked = text.replace(IMAGE_TAG, self.tokens.mark())
         return marked, [open_image(each, self._reader.paths) for each in column_images]
 
     def grids(self, files: Sequence[MediaFile], row_place: str) -> list[Grid]:
@@ -253,7 +261,7 @@ class ImageRows:
         return next(iter(found.values()), [])
 
     def _num_repeated_turns(self, plain: Values) -> int:
-        """Return the number of prompt turns that both conversations of a pair repeat; see `preferences.split_row`."""
+        """Return the number of prompt turns that both conversations of a pair repeat; see `encoding.split_row`."""
         own = self.arguments
         if not isinstance(own, PairArguments):
             return 0

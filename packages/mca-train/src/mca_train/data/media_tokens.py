@@ -1,14 +1,15 @@
 """Tokens of a model's images, videos and audio together: placeholders, locations and tensors in their order.
 
-`image_tokens`, `video_tokens` and `audio_tokens` count those of one medium.
+`medium_tokens` has those of one medium.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,57 +17,60 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from mca_config.errors import McaError
+from mca_config.model_config import McaModelConfig
 from mca_config.printable import counted
-from mca_models.media import ImageSpan
+from mca_models.media import ImageSpan, placeholders
 from mca_models.megatron.features.sequence_media import join_tensors
+from mca_train.config.arguments import DataArguments
 from mca_train.data.audio_files import AudioFile
-from mca_train.data.audio_tokens import AudioTokens
-from mca_train.data.grids import Grid
+from mca_train.data.audio_tokens import AudioTokens, audio_tokens
 from mca_train.data.image_files import ImageFile
 from mca_train.data.image_placement import MediaFile
-from mca_train.data.image_tokens import ImageTokens
+from mca_train.data.image_processors import image_tokens
+from mca_train.data.medium_tokens import Grid, ImageTokens
 from mca_train.data.message_parts import AUDIO, IMAGE, VIDEO
-from mca_train.data.video_sound import SoundingVideoTokens
+from mca_train.data.placeholders import media_fields
+from mca_train.data.video_sound import SoundingVideoTokens, sounding_video_tokens
 from mca_train.data.video_tokens import VideoTokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Span = tuple[int, int]
-"""First token of a medium and one past its last, including its start and end marks."""
+"""First token of an image and one past its last, including its start and end marks."""
 
 
 class MediaTokens:
     """Tokens of a model's media; each processor is loaded at the first file of its medium.
 
     Args:
-        images: Function that returns the image tokens.
-        videos: Function that returns the video tokens.
-        audio: Function that returns the audio tokens.
-        placeholders: Id of the placeholder of each medium.
+        config: Model configuration.
+        directories: Directories that may contain the processors.
+        tokenizer: Tokenizer of the model.
+        arguments: Options of the run for videos and audio.
     """
 
     def __init__(
         self,
-        images: Callable[[], ImageTokens],
-        videos: Callable[[], VideoTokens | SoundingVideoTokens],
-        audio: Callable[[], AudioTokens],
-        placeholders: Mapping[str, int],
+        config: McaModelConfig,
+        directories: Sequence[Path],
+        tokenizer: "PreTrainedTokenizerBase",
+        arguments: DataArguments,
     ) -> None:
-        self._make_images, self._make_videos, self._make_audio = images, videos, audio
-        self._placeholders = placeholders
+        self._model, self._arguments = (config, directories, tokenizer), arguments
+        self._placeholders = placeholders(media_fields(config, tokenizer))
 
     @cached_property
     def _images(self) -> ImageTokens:
-        return self._make_images()
+        return image_tokens(*self._model)
 
     @cached_property
     def _videos(self) -> VideoTokens | SoundingVideoTokens:
-        return self._make_videos()
+        return sounding_video_tokens(*self._model, self._arguments)
 
     @cached_property
     def _audio(self) -> AudioTokens:
-        return self._make_audio()
+        return audio_tokens(*self._model, self._arguments)
 
     def _of(self, medium: str) -> ImageTokens | VideoTokens | SoundingVideoTokens | AudioTokens:
         if medium == AUDIO:
@@ -105,9 +109,9 @@ class MediaTokens:
             counts[grid.medium] += 1
         return self._images.in_sequence(numbered) if counts[IMAGE] else numbered
 
-    def mark(self, tokenizer: "PreTrainedTokenizerBase") -> str:
+    def mark(self) -> str:
         """Return the text of an image in plain text: a placeholder with the family's marks."""
-        return self._images.mark(tokenizer)
+        return self._images.mark()
 
     def where(self, tokens: ArrayLike) -> list[int]:
         """Return the indices of all placeholders."""
@@ -128,12 +132,11 @@ class MediaTokens:
         return tuple(span for grid, where in split for span in self._of(grid.medium).locate(where, grid))
 
     def spans(self, tokens: ArrayLike, grids: Sequence[Grid]) -> list[Span]:
-        """Return the spans of the media with these ``grids`` in ``tokens``, with their marks."""
+        """Return the spans of the images with these ``grids`` in ``tokens``, with their marks."""
         found, tokens = [], np.asarray(tokens)
         for grid, where in self._split(tokens, grids):
             start, stop = where[0], where[-1] + 1
-            known = self._of(grid.medium)
-            before, after = known.marks(grid)
+            before, after = self._images.marks(grid)
             start -= len(before) * (tokens[max(start - len(before), 0) : start].tolist() == [*before])
             stop += len(after) * (tokens[stop : stop + len(after)].tolist() == [*after])
             found.append((start, stop))

@@ -20,24 +20,33 @@ _TYPES = {
     **dict.fromkeys(_AUDIOS, AUDIO),
 }
 _TEXTS = (None, "input_text", "output_text")
-_SIZES = (
-    "min_pixels",
-    "max_pixels",
-    "resized_height",
-    "resized_width",
-)  # options of qwen-vl-utils, which processors ignore
-IMAGE_KEYS = ("image", "image_url", "path", "url", "base64", "bytes")
-"""Keys of the image in a part, or in a mapping of a column."""
-VIDEO_KEYS = ("video", "video_url", "path", "url", "base64", "bytes")
-"""The same for videos."""
-AUDIO_KEYS = (*_AUDIOS, "path", "url", "base64", "bytes")
-"""The same for audio clips."""
+_FILE_KEYS = ("path", "url", "base64", "bytes")
+KEYS = {
+    IMAGE: ("image", "image_url", *_FILE_KEYS),
+    VIDEO: ("video", "video_url", *_FILE_KEYS),
+    AUDIO: (*_AUDIOS, *_FILE_KEYS),
+}
+"""Keys of the medium in a part, or in a mapping of a column."""
+_SIZES = ("min_pixels", "max_pixels", "resized_height", "resized_width")  # options of qwen-vl-utils
 _VIDEO_OPTIONS = (
     *("fps", "sample_fps", "nframes", "num_frames", "min_frames", "max_frames", "video_start", "video_end"),
     *("total_pixels", *_SIZES),
 )  # options of qwen-vl-utils for one video
 _SOUND_OPTIONS = ("use_audio_in_video", "load_audio_from_video")  # of Qwen's omni models
 _AUDIO_OPTIONS = ("audio_start", "audio_end")  # the same of qwen-omni-utils
+_PER_VIDEO = "which mca does not support per video; remove it, and set"
+_UNSUPPORTED: Mapping[str, Mapping[tuple[str, ...], str]] = {
+    IMAGE: {
+        _SIZES: "which the model's image processor does not support per image; remove it, and set size in "
+        "preprocessor_config.json for all, or make the file smaller"
+    },
+    VIDEO: {
+        _SOUND_OPTIONS: f"{_PER_VIDEO} use_audio_in_video of the run for all",
+        _VIDEO_OPTIONS: f"{_PER_VIDEO} video_fps, video_max_frames, or size in video_preprocessor_config.json for all",
+    },
+    AUDIO: {_AUDIO_OPTIONS: "which mca does not support; remove it, and cut the file instead"},
+}
+"""Options of single files, of which a run has one for all, with the reasons of their errors."""
 
 
 def media_type(part: object) -> str | None:
@@ -60,7 +69,7 @@ def _is_set(value: object) -> bool:
 
 def has_data(part: Mapping[str, object]) -> bool:
     """Return True if a part contains its medium, or a path or URL of it."""
-    return any(part.get(key) is not None for key in (*IMAGE_KEYS, *VIDEO_KEYS, *AUDIO_KEYS))
+    return any(part.get(key) is not None for keys in KEYS.values() for key in keys)
 
 
 def require_supported(part: object) -> None:
@@ -74,7 +83,7 @@ def require_supported(part: object) -> None:
         return
     if part.get("text"):
         raise McaError(f"a part of a message has {NOUNS[kind]} and a text; make two parts of it")
-    _CHECKS[kind](part)
+    require_no_options(part, kind)
 
 
 def require_no_unread_keys(part: Mapping[str, object], kind: str) -> None:
@@ -84,59 +93,23 @@ def require_no_unread_keys(part: Mapping[str, object], kind: str) -> None:
         McaError: The part has other keys.
     """
     if unread := [str(key) for key, value in part.items() if key != "type" and _is_set(value)]:
-        keys = ", ".join(_KEYS[kind])
+        keys = ", ".join(KEYS[kind])
         raise McaError(
             f"a part of type {part.get('type', kind)} has {', '.join(unread)}, which is not read; put its file or data "
             f"into one of {keys}"
         )
 
 
-def require_no_video_options(video: Mapping[str, object]) -> None:
-    """Raise an error for options of single videos, because a run reads all videos alike.
+def require_no_options(value: Mapping[str, object], kind: str) -> None:
+    """Raise an error for options of a single image, video or audio clip, because a run reads all alike.
 
     Raises:
-        McaError: The video has options.
+        McaError: There is an option.
     """
-    if found := [key for key in _SOUND_OPTIONS if video.get(key)]:
-        raise McaError(
-            f"a video has {found[0]}, which mca does not support per video; remove it, and set use_audio_in_video of "
-            "the run for all"
-        )
-    if found := [key for key in _VIDEO_OPTIONS if video.get(key) is not None]:
-        raise McaError(
-            f"a video has {found[0]}, which mca does not support per video; remove it, and set video_fps, "
-            "video_max_frames, or size in video_preprocessor_config.json for all"
-        )
-
-
-def require_no_size(image: Mapping[str, object]) -> None:
-    """Raise an error for sizes of single images, because image processors use one size for all images.
-
-    Raises:
-        McaError: The image has a size.
-    """
-    if found := [key for key in _SIZES if image.get(key) is not None]:
-        raise McaError(
-            f"an image has {found[0]}, which the model's image processor does not support per image; remove it, and "
-            "set "
-            "size in preprocessor_config.json for all, or make the file smaller"
-        )
-
-
-def require_no_audio_options(audio: Mapping[str, object]) -> None:
-    """Raise an error for options of single audio clips, because a run reads all clips alike.
-
-    Raises:
-        McaError: The clip has options.
-    """
-    if found := [key for key in _AUDIO_OPTIONS if audio.get(key) is not None]:
-        raise McaError(
-            f"an audio clip has {found[0]}, which mca does not support; remove it, and cut the file instead"
-        )
-
-
-_KEYS = {IMAGE: IMAGE_KEYS, VIDEO: VIDEO_KEYS, AUDIO: AUDIO_KEYS}
-_CHECKS = {IMAGE: require_no_size, VIDEO: require_no_video_options, AUDIO: require_no_audio_options}
+    for options, reason in _UNSUPPORTED[kind].items():
+        for key in options:
+            if value.get(key) is not None and value[key] is not False:
+                raise McaError(f"{NOUNS[kind]} has {key}, {reason}")
 
 
 def require_no_data(content: object) -> None:

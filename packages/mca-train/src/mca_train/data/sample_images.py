@@ -11,11 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mca_config.errors import McaError
 from mca_config.types import Values
 from mca_models.media import ImageSpan
-from mca_train.data.grids import Grid
 from mca_train.data.image_rows import ImageRows
+from mca_train.data.medium_tokens import Grid
 
 if TYPE_CHECKING:
     import datasets
@@ -92,20 +91,14 @@ class DatasetImages:
             return None
         grids = [Grid.from_numbers(numbers) for numbers in self.table.grids[own].tolist()]
         origins = self.table.origins[own].tolist()
-        return SampleImages(
-            self.read.tokens.locate(tokens, grids), lambda: self._tensors(index % self.sides, grids, origins)
-        )
-
-    def _tensors(
-        self, side: int, grids: Sequence[Grid], origins: Sequence[tuple[int, int]]
-    ) -> Mapping[str, Tensor]:
         numbers = list(dict.fromkeys(row for row, _ in origins))
-        try:
-            files = {row: self.read.files(self.rows[row], side) for row in numbers}
-            return self.read.tokens.tensors([files[row][which] for row, which in origins], grids)
-        except McaError as error:
-            location = f"row{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
-            raise McaError(f"{self.key}, {location}: {error}") from error
+
+        def tensors() -> dict[str, Tensor]:
+            rows = {row: self.rows[row] for row in numbers}
+            location = f"{self.key}, row{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
+            return self.read.tensors(rows, origins, grids, location, index % self.sides)
+
+        return SampleImages(self.read.tokens.locate(tokens, grids), tensors)
 
 
 def stream_images(
@@ -124,14 +117,9 @@ def stream_images(
     whole = complete_images(grids, len(read.tokens.where(tokens)))
     if whole is None:
         return None
-
-    def tensors() -> Mapping[str, Tensor]:
-        try:
-            return read.tokens.tensors(read.files(row, side)[: len(whole)], whole)
-        except McaError as error:
-            raise McaError(f"{location}: {error}") from error
-
-    return SampleImages(read.tokens.locate(tokens, whole), tensors)
+    origins = [(0, which) for which in range(len(whole))]
+    places = read.tokens.locate(tokens, whole)
+    return SampleImages(places, lambda: read.tensors({0: row}, origins, whole, location, side))
 
 
 def complete_images(grids: Sequence[Grid], count: int) -> list[Grid] | None:

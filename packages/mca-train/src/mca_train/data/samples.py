@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from mca_config.errors import McaError
 from mca_config.types import JsonObject, Values
 from mca_train.config.arguments import DataArguments
-from mca_train.data.encoding import Encoded, RowEncoder, RowNumbers, block_tokenizer, warn_truncated_rows
+from mca_train.data.encoding import Encoded, RowEncoder, RowNumbers, block_tokenizer
 from mca_train.data.formats import media_columns
-from mca_train.data.grids import Grid
 from mca_train.data.image_rows import ImageRows, without_decoding
+from mca_train.data.medium_tokens import Grid
 from mca_train.data.sample_images import DatasetImages, ImageTable, complete_images
 from mca_train.data.token_dataset import TokenDataset
 from mca_train.data.tools import null_filter
@@ -57,6 +57,13 @@ def map_in_memory(
     )
 
 
+def lists(kind: str, depth: int) -> "datasets.Sequence":
+    """Return the feature of lists of values in ``depth`` levels."""
+    import datasets
+
+    return datasets.Sequence(lists(kind, depth - 1) if depth > 1 else datasets.Value(kind))
+
+
 def pretrain_blocks(
     rows: "datasets.Dataset",
     tokenizer: "PreTrainedTokenizerBase",
@@ -68,8 +75,6 @@ def pretrain_blocks(
 
     Rows without text are counted. For the arguments see `block_tokenizer`.
     """
-    import datasets
-
     names = rows.column_names
     tokenize = block_tokenizer(names, tokenizer, arguments, key, vision)
     column = arguments.text_column
@@ -80,8 +85,7 @@ def pretrain_blocks(
         values = zip(*(batch[name] for name in looked_at), strict=True)
         return {"input_ids": tokenize([dict(zip(looked_at, row, strict=True)) for row in values], places)}
 
-    features = {"input_ids": datasets.Sequence(datasets.Value("int32"))}
-    workers = arguments.preprocessing_num_workers
+    workers, features = arguments.preprocessing_num_workers, {"input_ids": lists("int32", 1)}
     tokenized = map_in_memory(without_decoding(rows), tokenize_batch, features, workers, batched=True)
     if empty := len(rows) - len(tokenized):
         message = f"{key}: {empty} of {len(rows)} rows have no text in column '{column}'"
@@ -174,7 +178,9 @@ def answer_sequences(rows: "datasets.Dataset", answers: AnswerRows, workers: int
         McaError: A row is invalid, or none is left.
     """
     tokenized = _tokenize_rows(rows, answers, workers)
-    warn_truncated_rows(tokenized["is_cut"], answers.length, answers.key)
+    if cut := sum(tokenized["is_cut"]):
+        text = "%s: %d of %d rows are longer than seq_length %d and are truncated at the end"
+        logger.warning(text, answers.key, cut, len(tokenized), answers.length)
     kept, grids = _rows_with_targets(tokenized, answers), None
     if answers.images is not None and any(any(sides) for sides in tokenized["grids"]):
         message = f"{answers.key}: {{}} seq_length {answers.length}"
@@ -215,7 +221,8 @@ def _rows_with_targets(tokenized: "datasets.Dataset", answers: AnswerRows) -> li
             "; raise seq_length, or look at the rows with mca-train data"
         )
     if lacking := len(tokenized) - len(kept):
-        logger.warning("%s", missing_target_warning(key, lacking, len(tokenized), wanted, length))
+        text = "%s: %d of %d rows do not have %s within seq_length %d and are left out"
+        logger.warning(text, key, lacking, len(tokenized), wanted, length)
     return kept
 
 
@@ -223,7 +230,7 @@ def _tokenize_rows(rows: "datasets.Dataset", answers: AnswerRows, workers: int |
     """Tokenize and truncate the sequences of each row, with a truncation flag, numbers and image grids."""
     import datasets
 
-    value, own = datasets.Value, null_filter(rows.features)
+    own = null_filter(rows.features)
 
     def tokenize(row: Values, index: int) -> JsonObject:
         place = f"{answers.key}, row {index}"
@@ -239,13 +246,8 @@ def _tokenize_rows(rows: "datasets.Dataset", answers: AnswerRows, workers: int |
             "grids": [[grid.numbers for grid in side] for side in made.grids],
         }
 
-    def lists(kind: str) -> "datasets.Sequence":
-        return datasets.Sequence(datasets.Sequence(value(kind)))
-
-    features = {"input_ids": lists("int32"), "is_target": lists("bool")}
-    features["grids"] = datasets.Sequence(lists("float64"))
-    features["numbers"] = datasets.Sequence(value("float64"))
-    features["is_cut"] = value("bool")
+    features = {"input_ids": lists("int32", 2), "is_target": lists("bool", 2), "grids": lists("float64", 3)}
+    features |= {"numbers": lists("float64", 1), "is_cut": datasets.Value("bool")}
     return map_in_memory(rows, tokenize, features, workers)
 
 
@@ -277,10 +279,3 @@ def _drop_cut_images(
             + ", left out",
         )
     return kept, left
-
-
-def missing_target_warning(key: str, lacking: int, total: int, wanted: str, length: int) -> str:
-    """Return the warning about rows without a target."""
-    return (
-        f"{key}: {lacking} of {total} rows do not have {wanted} within seq_length {length} and are left out"
-    )

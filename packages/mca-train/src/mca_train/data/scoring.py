@@ -16,13 +16,13 @@ from mca_train.data.encoding import (
     RowEncoder,
     RowNumbers,
     check_messages,
+    pair_encoder,
     require_text,
     template_inputs,
     tokenize_answers,
 )
 from mca_train.data.formats import detect_format, require_label_column, require_named_column
 from mca_train.data.long_texts import TokenPrefix, encode_prefix
-from mca_train.data.preferences import pair_encoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -1,6 +1,6 @@
 """Entries of ``datasets``: files, saved datasets, and datasets on the Hub.
 
-`mixture` mixes them.
+`token_dataset` mixes them.
 """
 
 import dataclasses

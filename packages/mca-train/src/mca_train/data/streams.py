@@ -1,26 +1,30 @@
 """Streaming datasets (``streaming: true``), which tokenize rows during training.
 
-`file_rows` determines the order of rows, and `batching.step_stream` shards the samples over ranks.
+Rows are in the order of the files, or in that of a shuffle buffer. `batching.sampling` shards the samples over ranks.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
 from mca_config.errors import McaError
-from mca_config.types import Values
+from mca_config.printable import counted
+from mca_config.redaction import redacted
+from mca_config.types import JsonObject, Values
 from mca_train.config.arguments import DataArguments
 from mca_train.data.encoding import BlockTokenizer
-from mca_train.data.file_rows import FileRows, Row
 from mca_train.data.files import (
     check_file,
     column_names,
     concatenate,
     open_dataset,
+    reader_name,
     require_column,
     require_shallow_json,
     translate_read_errors,
@@ -28,10 +32,9 @@ from mca_train.data.files import (
 from mca_train.data.image_rows import without_decoding
 from mca_train.data.sample_images import stream_images
 from mca_train.data.samples import AnswerRows
-from mca_train.data.target_filter import RowsWithTargets, SampleBuilder
 from mca_train.data.token_dataset import IGNORED, VALUES, Sample
 from mca_train.data.tools import null_filter
-from mca_train.data.urls import is_url, require_readable
+from mca_train.data.urls import describe_files, is_url, require_readable
 
 if TYPE_CHECKING:
     import datasets
@@ -40,6 +43,185 @@ logger = logging.getLogger(__name__)
 
 _CHECKED_BYTES = 1 << 26  # bytes of a file that are checked before training
 _TOKENIZER_BATCH = 64  # rows that pretrain tokenizes together
+
+
+class Row(JsonObject):
+    """Columns of a row; ``place`` is its location in the file, for errors."""
+
+    place: str = ""
+
+
+class FileRows:
+    """Rows of several files.
+
+    Args:
+        parts: Files and their readers.
+        key: Argument that names the files, for errors.
+        limit: Number of first rows to keep; None: all.
+        seed: Seed of the shuffle, which differs in each epoch; None: the order of the files.
+        buffer_size: Size of the shuffle buffer.
+        heads: First row of each file.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[tuple[str, Iterable[Values]]],
+        key: str,
+        *,
+        limit: int | None = None,
+        seed: int | None = None,
+        buffer_size: int = 1,
+        heads: Sequence[Values] = (),
+    ) -> None:
+        self.heads = heads
+        self._parts, self._key, self._limit = parts, key, limit
+        self._seed, self._buffer_size = seed, buffer_size
+        self._epoch = 0
+        self._stamps = {file: _file_stamp(file) for file, _ in parts}
+
+    @property
+    def order_description(self) -> str:
+        """Description of the order of the rows."""
+        first = "" if self._limit is None else f"the first {self._limit} "
+        rows = f"{first}rows of {describe_files([file for file, _ in self._parts])}"
+        if self._seed is None:
+            return f"{rows}, not shuffled"
+        return f"{rows}, drawn from a buffer of {self._buffer_size} by seed {self._seed}"
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the shuffle."""
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[Row]:
+        order = np.arange(len(self._parts))
+        if self._seed is None:
+            yield from islice(self._in_order(order), self._limit)
+            return
+        draw = np.random.default_rng([self._seed % 2**32, self._epoch])
+        if self._limit is None:
+            draw.shuffle(order)
+        yield from _shuffle_buffer(islice(self._in_order(order), self._limit), self._buffer_size, draw)
+
+    def _in_order(self, order: Iterable[int]) -> Iterator[Row]:
+        for file, part in (self._parts[place] for place in order):
+            self._warn_changed(file)
+            number = 0
+            rows = iter(part)
+            while True:
+                with translate_read_errors(
+                    self._key, f"{file}, after row {number - 1}," if number else file, reader_name(file)
+                ):
+                    found = next(rows, None)
+                if found is None:
+                    break
+                row = Row(found)
+                row.place = f"row {number}" + (f" of {redacted(file)}" if len(self._parts) > 1 else "")
+                yield row
+                number += 1
+
+    def _warn_changed(self, file: str) -> None:
+        stamp = _file_stamp(file)
+        if None not in (stamp, self._stamps[file]) and stamp != self._stamps[file]:
+            logger.warning(
+                "%s: %s has changed since the run began; rows may be used twice or not at all",
+                self._key,
+                redacted(file),
+            )
+            self._stamps[file] = stamp
+
+
+def _file_stamp(file: str) -> tuple[int, int] | None:
+    try:
+        found = Path(file).stat()
+    except OSError:
+        return None  # reading the file raises the error
+    return found.st_size, found.st_mtime_ns
+
+
+def _shuffle_buffer(rows: Iterable[Row], size: int, draw: np.random.Generator) -> Iterator[Row]:
+    """Shuffle ``rows`` through a buffer of ``size`` rows."""
+    buffer: list[Row] = []
+    for row in rows:
+        if len(buffer) < size:
+            buffer.append(row)
+            continue
+        place = int(draw.integers(size))
+        yield buffer[place]
+        buffer[place] = row
+    for place in draw.permutation(len(buffer)):
+        yield buffer[int(place)]
+
+
+class SampleBuilder:
+    """Builder of samples that keeps the last one, because the filter and the loader may need the same sample.
+
+    Args:
+        encode: Function from a row to its sample.
+        key: Argument that names the files, for errors.
+    """
+
+    def __init__(self, encode: Callable[[Values], Sample], key: str) -> None:
+        self._encode, self._key = encode, key
+        self._last: tuple[Values, Sample] | None = None
+
+    def __call__(self, row: Values) -> Sample:
+        """Return the sample of ``row``.
+
+        Raises:
+            McaError: The row is invalid; the message names it.
+        """
+        if self._last is not None and self._last[0] is row:
+            return self._last[1]
+        try:
+            sample = self._encode(row)
+        except McaError as error:
+            place = getattr(row, "place", "")
+            raise McaError(f"{self._key}{place and ', ' + place}: {error}") from error
+        self._last = row, sample
+        return sample
+
+
+class RowsWithTargets:
+    """Rows from which a sample with a target can be built.
+
+    Args:
+        rows: All rows.
+        make: Function from a row to its sample.
+        is_sure: Function that returns True if a row has a target for sure, without building its sample.
+        warning: Warning about rows without a target.
+    """
+
+    def __init__(
+        self, rows: FileRows, make: Callable[[Row], Sample], is_sure: Callable[[Row], bool], warning: str
+    ) -> None:
+        self._rows, self._make, self._is_sure, self._warning = rows, make, is_sure, warning
+        self._has_warned = False
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the shuffle."""
+        self._rows.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Row]:
+        kept = total = 0
+        for row in self._rows:
+            total += 1
+            if self._is_sure(row) or has_target(self._make(row)):
+                kept += 1
+                yield row
+        if total and not kept:
+            raise McaError(f"{self._warning}: all {counted(total, 'row')}")
+        if kept < total and not self._has_warned:
+            logger.warning(
+                "%s and are left out: %d of %s", self._warning, total - kept, counted(total, "row")
+            )
+            self._has_warned = True
+
+
+def has_target(sample: Sample) -> bool:
+    """Return True if every sequence has a target after its first token."""
+    return all(
+        bool((values[1:] != IGNORED).any()) for name, values in sample.items() if name.endswith("labels")
+    )
 
 
 class AnswerStream(IterableDataset[Sample]):

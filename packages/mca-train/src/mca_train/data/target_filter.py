@@ -1,109 +1,29 @@
-"""Filter of streamed rows without a target, identical on all ranks.
+"""Checks that a streamed row has a target, without tokenizing it.
 
 Every rank must know for every row whether it has a target, but tokenization is slow. So a row is not tokenized if its
-text is short enough that its answer must fit. `samples` drops in-memory rows instead.
+text is short enough that its answer must fit. `streams` tokenizes the others.
 """
 
-import logging
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from mca_config.errors import McaError
-from mca_config.printable import counted
 from mca_config.types import Values
 from mca_train.config.arguments import DataArguments, PairArguments
 from mca_train.data.chat import has_generation_marks
-from mca_train.data.file_rows import FileRows, Row
 from mca_train.data.formats import COLUMNS, TEMPLATE_INPUTS
-from mca_train.data.token_dataset import IGNORED, Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-logger = logging.getLogger(__name__)
-
 _TEXT_OVERHEAD = 64  # tokens that a tokenizer may add to a text
 
-_CONVERSATION_OVERHEAD, _TURN_OVERHEAD = (
-    1024,
-    128,
-)  # characters that a chat template may add per conversation and per turn
+_CONVERSATION_OVERHEAD, _TURN_OVERHEAD = 1024, 128  # characters that a chat template may add to either
 
 
-class SampleBuilder:
-    """Builder of samples that keeps the last one, because the filter and the loader may need the same sample.
-
-    Args:
-        encode: Function from a row to its sample.
-        key: Argument that names the files, for errors.
-    """
-
-    def __init__(self, encode: Callable[[Values], Sample], key: str) -> None:
-        self._encode, self._key = encode, key
-        self._last: tuple[Values, Sample] | None = None
-
-    def __call__(self, row: Values) -> Sample:
-        """Return the sample of ``row``.
-
-        Raises:
-            McaError: The row is invalid; the message names it.
-        """
-        if self._last is not None and self._last[0] is row:
-            return self._last[1]
-        try:
-            sample = self._encode(row)
-        except McaError as error:
-            place = getattr(row, "place", "")
-            raise McaError(f"{self._key}{place and ', ' + place}: {error}") from error
-        self._last = row, sample
-        return sample
-
-
-class RowsWithTargets:
-    """Rows from which a sample with a target can be built.
-
-    Args:
-        rows: All rows.
-        make: Function from a row to its sample.
-        is_sure: Function that returns True if a row has a target for sure, without building its sample.
-        warning: Warning about rows without a target.
-    """
-
-    def __init__(
-        self, rows: FileRows, make: Callable[[Row], Sample], is_sure: Callable[[Row], bool], warning: str
-    ) -> None:
-        self._rows, self._make, self._is_sure, self._warning = rows, make, is_sure, warning
-        self._has_warned = False
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the shuffle."""
-        self._rows.set_epoch(epoch)
-
-    def __iter__(self) -> Iterator[Row]:
-        kept = total = 0
-        for row in self._rows:
-            total += 1
-            if self._is_sure(row) or has_target(self._make(row)):
-                kept += 1
-                yield row
-        if total and not kept:
-            raise McaError(f"{self._warning}: all {counted(total, 'row')}")
-        if kept < total and not self._has_warned:
-            logger.warning(
-                "%s and are left out: %d of %s", self._warning, total - kept, counted(total, "row")
-            )
-            self._has_warned = True
-
-
-def has_target(sample: Sample) -> bool:
-    """Return True if every sequence has a target after its first token."""
-    return all(
-        bool((values[1:] != IGNORED).any()) for name, values in sample.items() if name.endswith("labels")
-    )
-
-
-def sft_target_check(tokenizer: "PreTrainedTokenizerBase", arguments: DataArguments) -> Callable[[Row], bool]:
+def sft_target_check(
+    tokenizer: "PreTrainedTokenizerBase", arguments: DataArguments
+) -> Callable[[Values], bool]:
     """Return a predicate of SFT rows that certainly have a target, without tokenization.
 
     It assumes at most two tokens per byte, and at most a thousand characters added by a template.
@@ -111,7 +31,7 @@ def sft_target_check(tokenizer: "PreTrainedTokenizerBase", arguments: DataArgume
     marked = has_generation_marks(tokenizer)
     length = arguments.seq_length
 
-    def is_sure(row: Row) -> bool:
+    def is_sure(row: Values) -> bool:
         columns = (arguments.messages_column, arguments.completion_column, arguments.text_column)
         if arguments.data_format or COLUMNS & row.keys() or len(row.keys() & {*columns}) > 1:
             return False  # another format, or an ambiguous one
@@ -130,11 +50,11 @@ def sft_target_check(tokenizer: "PreTrainedTokenizerBase", arguments: DataArgume
     return is_sure
 
 
-def pair_target_check(arguments: PairArguments) -> Callable[[Row], bool]:
+def pair_target_check(arguments: PairArguments) -> Callable[[Values], bool]:
     """Return a predicate of preference pairs that certainly have targets in both answers."""
     names = (arguments.prompt_column, arguments.chosen_column, arguments.rejected_column)
 
-    def is_sure(row: Row) -> bool:
+    def is_sure(row: Values) -> bool:
         if arguments.data_format or COLUMNS & row.keys():
             return False
         texts = [row.get(name) for name in names]

@@ -23,9 +23,8 @@ from mca_config.files import exclusive_lock, write_error
 from mca_train.config.arguments import DataArguments, explicit_columns
 from mca_train.data.encoding import WarningRecorder
 from mca_train.data.image_rows import ImageRows
-from mca_train.data.preferences import PairDataset
 from mca_train.data.sample_images import DatasetImages, ImageTable
-from mca_train.data.token_dataset import TokenDataset
+from mca_train.data.token_dataset import PairDataset, TokenDataset
 
 if TYPE_CHECKING:
     import datasets

@@ -24,11 +24,7 @@ if TYPE_CHECKING:
 _WEB = ("http://", "https://")
 _MAX_LISTED = 8  # up to this number, each file is named
 _EXTRAS = {"s3fs": "'mca-train[s3]'", "gcsfs": "'mca-train[gcs]'"}
-_CLIENTS = (
-    "fsspec",
-    "gcsfs",
-    "asyncio",
-)  # they log each attempt with its traceback
+_CLIENTS = ("fsspec", "gcsfs", "asyncio")  # they log each attempt with its traceback
 
 
 def is_url(file: str) -> bool:

@@ -4,7 +4,7 @@ PyAV reads from a file object and only formats of single files, so that no video
 """
 
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ from mca_config.errors import McaError, UsageError
 from mca_train.data.audio_files import AudioFacts, require_finite, resample
 from mca_train.data.encoded_file import EncodedFile
 from mca_train.data.image_files import ImageFile, open_image
-from mca_train.data.message_parts import VIDEO, VIDEO_KEYS, require_no_video_options
+from mca_train.data.message_parts import VIDEO
 from mca_train.data.row_paths import RowPaths
 from mca_train.types import Upstream
 
@@ -55,6 +55,7 @@ class VideoFile(EncodedFile):
     """Video in a file, at a URL, or in the row."""
 
     medium = VIDEO
+    alternative = "a list of images, "
 
     def facts(self, *, sound: bool = False) -> VideoFacts:
         """Return the facts of the video. Packets are counted where the container has no number of frames.
@@ -214,31 +215,14 @@ def require_video_packages() -> None:
 
 
 def open_video(value: object, paths: RowPaths, fps: Callable[[], float]) -> Video:
-    """Return the video of a row: a path, a URL, bytes, base64, a list of images, or a mapping with one of them.
+    """Return the video of a row: a list of images, whose rate ``fps`` returns, or as `EncodedFile.read`."""
 
-    Args:
-        value: Value in the row.
-        paths: Files that the row may open.
-        fps: Function that returns the frames per second of a list of images, which is called only for one.
+    def of_images(own: object) -> FrameFiles | None:
+        if not isinstance(own, list | tuple) or not own:
+            return None
+        return FrameFiles(tuple(open_image(each, paths) for each in own), fps())
 
-    Raises:
-        McaError: The value is none of these, or the row may not open the file.
-    """
-    if (plain := VideoFile.from_row(value, paths)) is not None:
-        return plain
-    if isinstance(value, list | tuple) and value:
-        return FrameFiles(tuple(open_image(each, paths) for each in value), fps())
-    if isinstance(value, Mapping):
-        require_no_video_options(value)
-        if (inside := VideoFile.from_mapping(value)) is not None:
-            return inside
-        found = next((value[key] for key in VIDEO_KEYS if value.get(key) is not None), None)
-        if found is not None:
-            return open_video(found, paths, fps)
-    raise McaError(
-        f"a video is {value!r:.80}; expected a path, a URL, bytes, base64, a list of images, or a mapping with one of "
-        "them"
-    )
+    return VideoFile.read(value, paths, of_images)
 
 
 def _quarter_turns(frame: Upstream) -> int:

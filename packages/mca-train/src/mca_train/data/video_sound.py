@@ -16,12 +16,12 @@ from mca_config.errors import UsageError
 from mca_config.model_config import McaModelConfig
 from mca_models.media import ImageSpan
 from mca_models.templates import get_family
-from mca_train.data.audio_tokens import AudioOptions, AudioTokens, audio_tokens
-from mca_train.data.grids import Grid
+from mca_train.config.arguments import DataArguments
+from mca_train.data.audio_tokens import AudioTokens, audio_tokens
+from mca_train.data.medium_tokens import Grid, config_ids
 from mca_train.data.message_parts import AUDIO, VIDEO
 from mca_train.data.video_files import Video, VideoFacts, VideoFile
-from mca_train.data.video_processors import media_marks, positions_per_second, video_tokens
-from mca_train.data.video_tokens import VideoOptions, VideoTokens
+from mca_train.data.video_tokens import VideoTokens, positions_per_second, video_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -47,7 +47,7 @@ class SoundingVideoTokens:
         self,
         videos: VideoTokens,
         audio: AudioTokens,
-        marks: tuple[int, int],
+        marks: Sequence[int],
         per_second: float,
         chunk: int | None,
     ) -> None:
@@ -70,12 +70,6 @@ class SoundingVideoTokens:
             return grid
         return replace(grid, sound=self._audio.grid(facts.sound).tokens)
 
-    def marks(self, grid: Grid) -> tuple[Sequence[int], Sequence[int]]:
-        """Return the tokens before and after a video."""
-        before, after = self._videos.marks(grid)
-        own = self._marks if grid.sound else ()
-        return [*before, *own[:1]], [*own[1:], *after]
-
     def ids(self, grid: Grid) -> list[int]:
         """Return the tokens that replace one placeholder of the chat template."""
         if not grid.sound:
@@ -94,15 +88,8 @@ class SoundingVideoTokens:
         sound, shared = ImageSpan(video.start, 1, grid.sound, medium="audio"), self._chunk is not None
         found, token = [], 0
         for medium, first, stop in self._runs(grid):
-            found.append(
-                replace(
-                    video if medium == VIDEO else sound,
-                    start=int(where[token]),
-                    run=(first, stop),
-                    origin=video.start,
-                    shared_marks=shared,
-                )
-            )
+            span = replace(video if medium == VIDEO else sound, origin=video.start, shared_marks=shared)
+            found.append(replace(span, start=int(where[token]), run=(first, stop)))
             token += stop - first
         return found
 
@@ -116,7 +103,7 @@ class SoundingVideoTokens:
         if not grid.sound:
             return found
         assert isinstance(video, VideoFile), "a list of images has no sound"
-        samples = video.sound(self._audio.extractor.sampling_rate)
+        samples = video.sound(self._audio.processor.sampling_rate)
         sound = Grid.audio(grid.sound)
         return found | self._audio.spectrogram(samples, sound, f"the sound of video {video.place}")
 
@@ -162,10 +149,9 @@ def timed_runs(times: Sequence[float], sound: int) -> list[Run]:
     """
     tokens = [(time, VIDEO, number) for number, time in enumerate(times)]
     tokens += [(float(number), AUDIO, number) for number in range(sound)]
+    tokens.sort(key=lambda each: (each[0], each[1] == AUDIO))
     found = []
-    for medium, group in groupby(
-        sorted(tokens, key=lambda each: (each[0], each[1] == AUDIO)), lambda each: each[1]
-    ):
+    for medium, group in groupby(tokens, lambda each: each[1]):
         numbers = [number for _, _, number in group]
         found.append((medium, numbers[0], numbers[-1] + 1))
     return found
@@ -175,16 +161,15 @@ def sounding_video_tokens(
     config: McaModelConfig,
     directories: Sequence[Path],
     tokenizer: "PreTrainedTokenizerBase",
-    videos: VideoOptions,
-    audio: AudioOptions,
+    arguments: DataArguments,
 ) -> VideoTokens | SoundingVideoTokens:
-    """Return the video tokens of a model, with their sound if ``videos`` asks for it.
+    """Return the video tokens of a model, with their sound if ``arguments`` ask for it.
 
     Raises:
         UsageError: The model does not support videos, or not with sound; or a package or a processor is missing.
     """
-    frames = video_tokens(config, directories, tokenizer, videos)
-    if not videos.sound:
+    frames = video_tokens(config, directories, tokenizer, arguments)
+    if not arguments.use_audio_in_video:
         return frames
     part = get_family(config.model_type).vision
     per_second = positions_per_second(config)
@@ -195,5 +180,6 @@ def sounding_video_tokens(
         )
     seconds = (config.vision_fields or {}).get("seconds_per_chunk", 2.0)
     chunk = int(per_second * seconds) if part.video_rules.sound == "chunks" else None
-    sound = audio_tokens(config, directories, tokenizer, audio)
-    return SoundingVideoTokens(frames, sound, media_marks(config, AUDIO), per_second, chunk)
+    sound = audio_tokens(config, directories, tokenizer, arguments)
+    marks = config_ids(config, "audio_start_token_id", "audio_end_token_id")
+    return SoundingVideoTokens(frames, sound, marks, per_second, chunk)

@@ -1,7 +1,5 @@
 """Frames, token counts and pixel tensors of videos, from the video processor of the checkpoint.
 
-`video_processors` chooses one for a model.
-
 Qwen 2 VL, 2.5 VL   the frames follow one another, in Qwen 2.5 VL with time positions in seconds
 Qwen 2.5, 3 Omni    the same, in seconds of the requested rate, and text behind the last frame's time
 Qwen 3 VL, 3.5      each frame is between two marks, behind its time in words
@@ -11,9 +9,11 @@ Gemma 4             each frame is between two marks, behind its minutes and seco
 MiniCPM-V           each frame is an image with slices, all behind the number of the video
 """
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -21,16 +21,34 @@ import torch
 from torch import Tensor
 
 from mca_config.errors import McaError, UsageError
+from mca_config.model_config import McaModelConfig
 from mca_models.media import ImageSpan
 from mca_models.megatron.features.media_features import split_patches
-from mca_models.templates.parts.vision_tower import VideoRules
-from mca_train.data.grids import Grid
+from mca_models.templates import get_family
+from mca_models.templates.parts.vision_tower import VideoTokenKind
+from mca_train.config.arguments import DataArguments
 from mca_train.data.image_processors import frame_title
-from mca_train.data.image_slices import SliceTokens
-from mca_train.data.image_tokens import locate_runs, require_unchanged
-from mca_train.data.patch_grids import resized_sides
-from mca_train.data.pooled_patches import grids_of_positions, pooled_sides, without_padding
-from mca_train.data.video_files import Video, VideoFacts
+from mca_train.data.image_tiles import INTERNVL_MARKS, SliceTokens
+from mca_train.data.medium_tokens import (
+    Grid,
+    MediaContext,
+    MediumTokens,
+    config_ids,
+    load_processor,
+    locate_runs,
+    require_placeholder,
+    require_unchanged,
+)
+from mca_train.data.message_parts import IMAGE, VIDEO
+from mca_train.data.patch_grids import (
+    POOLED_MARKS,
+    grids_of_positions,
+    pooled_sides,
+    resized_sides,
+    without_padding,
+)
+from mca_train.data.placeholders import media_fields
+from mca_train.data.video_files import Video, VideoFacts, require_video_packages
 from mca_train.types import ImageProcessor
 
 if TYPE_CHECKING:
@@ -40,51 +58,33 @@ DEFAULT_FPS = 2.0
 """Frames per second where neither the run nor the checkpoint gives a number, as in Qwen's own tools."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class VideoOptions:
-    """Options of a run for its videos; see `DataArguments`."""
-
-    fps: float | None = None
-    max_frames: int | None = None
-    max_seconds: float | None = None
-    sound: bool = False
-
-
-class VideoTokens:
+class VideoTokens(MediumTokens):
     """Video tokens of a model whose frames follow one another.
 
     Args:
-        processor: Hugging Face video processor, which is changed to the options.
-        token: Id of the placeholder token.
-        options: Options of the run.
-        tokens_per_second: Time positions of a second; None: one for each frame.
-        rules: Rules of the family; None: those of the processor.
+        context: Video processor, which is changed to the options, and model.
+        arguments: Options of the run.
 
     Raises:
         UsageError: The options do not fit the processor.
     """
 
+    placeholder = VIDEO
+    """Medium with the placeholder of frames."""
     uses_sound = False
     """The sound of videos is used."""
 
-    def __init__(
-        self,
-        processor: ImageProcessor,
-        token: int,
-        options: VideoOptions,
-        tokens_per_second: float | None = None,
-        rules: VideoRules | None = None,
-    ) -> None:
-        self.token, self.processor = token, processor
-        self.before: Sequence[int] = ()
-        self.after: Sequence[int] = ()
-        self._options, self._tokens_per_second, self._rules = options, tokens_per_second, rules
+    def __init__(self, context: MediaContext, arguments: DataArguments) -> None:
+        super().__init__(context)
+        self._arguments, self._rules = arguments, context.family.video_rules
+        self._tokens_per_second = positions_per_second(context.config)
+        processor, rules = self.processor, self._rules
         if rules is not None:
             least, most = rules.pixels
             processor.size = type(processor.size)(shortest_edge=least, longest_edge=most)
-        self._sides = self._resized_sides(processor)
+        self._sides = self._resized_sides()
         self._sampled = lru_cache(maxsize=1 << 12)(self._sample)
-        _apply_options(processor, options, DEFAULT_FPS if rules is None else rules.fps)
+        _apply_options(processor, arguments, DEFAULT_FPS if rules is None else rules.fps)
 
     @property
     def list_fps(self) -> float:
@@ -115,16 +115,16 @@ class VideoTokens:
 
     def _require_short(self, facts: VideoFacts) -> None:
         """Raise an error for a video that is too long."""
-        limit = self._options.max_seconds
+        limit = self._arguments.video_max_seconds
         if limit is not None and facts.seconds > limit:
             raise McaError(
                 f"it lasts {facts.seconds:.1f} seconds, more than video_max_seconds {limit:g}; cut it, raise "
                 "video_max_seconds, or remove the row"
             )
 
-    def _resized_sides(self, processor: ImageProcessor) -> Callable[[int, int, int], tuple[int, int]]:
+    def _resized_sides(self) -> Callable[[int, int, int], tuple[int, int]]:
         """Return the function from height, width and number of frames to the rows and columns of tokens."""
-        return resized_sides(processor)
+        return resized_sides(self.processor)
 
     def _count_patches(self, facts: VideoFacts, indices: Sequence[int], tokens: int) -> int:
         """Return the number of patches that the processor makes, of frames with as many ``tokens`` each."""
@@ -135,22 +135,15 @@ class VideoTokens:
         """Return the indices of the frames that the model sees."""
         from transformers.video_utils import VideoMetadata
 
-        step, most = self.processor.temporal_patch_size, self._options.max_frames
+        step, most = self.processor.temporal_patch_size, self._arguments.video_max_frames
         if facts.frames < step:
             return tuple(range(facts.frames))
-        known = VideoMetadata(
-            total_num_frames=facts.frames,
-            fps=facts.fps,
-            width=facts.width,
-            height=facts.height,
-            duration=facts.seconds,
-        )
+        size = {"width": facts.width, "height": facts.height}
+        known = VideoMetadata(facts.frames, fps=facts.fps, duration=facts.seconds, **size)
         found = [int(index) for index in self.processor.sample_frames(metadata=known)]
         if most is not None and len(found) > most:  # of a processor without a limit
-            found = [
-                found[place]
-                for place in np.linspace(0, len(found) - 1, most - most % step).round().astype(int)
-            ]
+            places = np.linspace(0, len(found) - 1, most - most % step).round().astype(int)
+            found = [found[place] for place in places]
         return tuple(found)
 
     def _interval(self, facts: VideoFacts, frames: int) -> float:
@@ -170,14 +163,6 @@ class VideoTokens:
             (padded[start] / facts.fps + padded[start + step - 1] / facts.fps) / 2
             for start in range(0, len(padded), step)
         )
-
-    def marks(self, grid: Grid) -> tuple[Sequence[int], Sequence[int]]:
-        """Return the tokens before and after a video."""
-        return self.before, self.after
-
-    def ids(self, grid: Grid) -> list[int]:
-        """Return the tokens that replace one placeholder of the chat template."""
-        return [self.token] * grid.tokens
 
     def locate(self, where: Sequence[int], grid: Grid) -> list[ImageSpan]:
         """Return the locations of a video from the indices ``where`` of its placeholders."""
@@ -218,36 +203,27 @@ class VideoTokens:
 
 
 class TimedVideoTokens(VideoTokens):
-    """Video tokens of a model whose frames are each between marks, behind their time in words.
+    """Video tokens of a model whose frames are each between marks, behind their time in words."""
 
-    Args:
-        processor: As in `VideoTokens`.
-        token: Id of the placeholder token.
-        options: Options of the run.
-        marks: Ids of the tokens before and after a frame.
-        tokenizer: Tokenizer of the times.
-    """
-
+    mark_keys = ("vision_start_token_id", "vision_end_token_id")
+    """Keys of the tokens before and after a frame."""
     titles_follow = False
     """True if the time of a frame is behind it."""
 
-    def __init__(
-        self,
-        processor: ImageProcessor,
-        token: int,
-        options: VideoOptions,
-        marks: tuple[int, int],
-        tokenizer: "PreTrainedTokenizerBase",
-    ) -> None:
-        super().__init__(processor, token, options)
-        self._marks, self._tokenizer = marks, tokenizer
+    def __init__(self, context: MediaContext, arguments: DataArguments) -> None:
+        super().__init__(context, arguments)
+        self._first, self._last = self._frame_marks()
+
+    def _frame_marks(self) -> list[int]:
+        """Return the ids of the tokens before and after a frame."""
+        return config_ids(self.context.config, *self.mark_keys)
 
     def ids(self, grid: Grid) -> list[int]:
         """Return the tokens that replace one placeholder of the chat template."""
         found: list[int] = []
-        frame = [self._marks[0], *[self.token] * (grid.rows * grid.columns), self._marks[1]]
+        frame = [self._first, *[self.token] * (grid.rows * grid.columns), self._last]
         for number, seconds in enumerate(grid.times):
-            title = self._tokenizer(self._title(number, seconds), add_special_tokens=False)["input_ids"]
+            title = self.context.spell(self._title(number, seconds))
             found += [*frame, *title] if self.titles_follow else [*title, *frame]
         return found
 
@@ -262,59 +238,53 @@ class TimedVideoTokens(VideoTokens):
 
 
 class FrameImageTokens(TimedVideoTokens):
-    """Video tokens of a model whose frames are images, each in front of its time in words.
+    """Video tokens of a model whose frames are images, each in front of its time in words."""
 
-    Args:
-        processor: As in `VideoTokens`.
-        token: Id of the placeholder token of images.
-        options: Options of the run.
-        marks: Ids of the tokens before and after an image.
-        tokenizer: Tokenizer of the times.
-        whole: The time is a whole number, rounded down, without a unit.
-    """
-
+    placeholder = IMAGE
+    mark_keys = ("image_start_token_id", "image_end_token_id")
     titles_follow = True
-
-    def __init__(
-        self,
-        processor: ImageProcessor,
-        token: int,
-        options: VideoOptions,
-        marks: tuple[int, int],
-        tokenizer: "PreTrainedTokenizerBase",
-        *,
-        whole: bool,
-    ) -> None:
-        super().__init__(processor, token, options, marks, tokenizer)
-        self._whole = whole
 
     def _times(self, facts: VideoFacts, indices: Sequence[int]) -> tuple[float, ...]:
         """Return the seconds of frames, each that of the first which is merged into it."""
         return tuple(index / facts.fps for index in indices[:: self.processor.temporal_patch_size])
 
     def _title(self, number: int, seconds: float) -> str:
-        return str(int(seconds)) if self._whole else f"{seconds:.1f} seconds"
+        return f"{seconds:.1f} seconds"
 
 
-class PooledVideoTokens(TimedVideoTokens):
-    """Video tokens of Gemma 4: each frame is between marks, behind its minutes and seconds.
+class SecondFrameTokens(FrameImageTokens):
+    """The same with a whole number as the time, rounded down, without a unit."""
 
-    Args:
-        processor: As in `VideoTokens`.
-        token: Id of the placeholder token.
-        options: Options of the run.
-        marks: Ids of the tokens before and after a frame.
-        tokenizer: Tokenizer of the times.
-    """
+    def _title(self, number: int, seconds: float) -> str:
+        return str(int(seconds))
 
-    def _resized_sides(self, processor: ImageProcessor) -> Callable[[int, int, int], tuple[int, int]]:
-        """Return the function from height, width and number of frames to the rows and columns of tokens."""
-        processor.temporal_patch_size = processor.merge_size = 1  # which it lacks
-        sides = pooled_sides(processor)
-        return lambda height, width, frames: sides(height, width)
+
+class _UnmergedFrames(VideoTokens):
+    """Methods of video tokens whose processor merges neither frames nor patches."""
+
+    def _resized_sides(self) -> Callable[[int, int, int], tuple[int, int]]:
+        self.processor.temporal_patch_size = self.processor.merge_size = 1  # which it lacks
+        return lambda height, width, frames: self._frame_sides(height, width)
+
+    @abstractmethod
+    def _frame_sides(self, height: int, width: int) -> tuple[int, int]:
+        """Return the rows and columns of tokens of a frame."""
 
     def _count_patches(self, facts: VideoFacts, indices: Sequence[int], tokens: int) -> int:
         return len(indices) * tokens
+
+
+class PooledVideoTokens(_UnmergedFrames, TimedVideoTokens):
+    """Video tokens of Gemma 4: each frame is between marks, behind its minutes and seconds."""
+
+    mark_keys = POOLED_MARKS
+
+    def _resized_sides(self) -> Callable[[int, int, int], tuple[int, int]]:
+        self._pooled = pooled_sides(self.processor)
+        return super()._resized_sides()
+
+    def _frame_sides(self, height: int, width: int) -> tuple[int, int]:
+        return self._pooled(height, width)
 
     def _sample(self, facts: VideoFacts) -> tuple[int, ...]:
         """Return the indices of the frames that the model sees: all of a video with fewer than the processor takes."""
@@ -338,25 +308,20 @@ class PooledVideoTokens(TimedVideoTokens):
         return without_padding(made["pixel_values_videos"], positions)
 
 
-class _EvenFrames(VideoTokens):
+class _EvenFrames(_UnmergedFrames):
     """Methods of video tokens with a fixed number per frame, and frames at even distances."""
 
     _length: int
 
-    def _resized_sides(self, processor: ImageProcessor) -> Callable[[int, int, int], tuple[int, int]]:
-        """Return the function from height, width and number of frames to the rows and columns of tokens."""
-        processor.temporal_patch_size = processor.merge_size = 1  # which it lacks
-        return lambda height, width, frames: (1, self._length)
-
-    def _count_patches(self, facts: VideoFacts, indices: Sequence[int], tokens: int) -> int:
-        return len(indices) * tokens
+    def _frame_sides(self, height: int, width: int) -> tuple[int, int]:
+        return 1, self._length
 
     def _sample(self, facts: VideoFacts) -> tuple[int, ...]:
         """Return the indices of the frames that the model sees, at even distances."""
         from transformers.video_utils import VideoMetadata
 
         count = self.processor.num_frames or int(facts.frames / facts.fps * self.processor.fps)
-        most = self._options.max_frames or facts.frames
+        most = self._arguments.video_max_frames or facts.frames
         known = VideoMetadata(total_num_frames=facts.frames, fps=facts.fps)
         count = max(min(count, most, facts.frames), 1)
         return tuple(map(int, self.processor.sample_frames(metadata=known, num_frames=count)))
@@ -366,37 +331,22 @@ class NumberedFrameTokens(_EvenFrames, FrameImageTokens):
     """Video tokens of InternVL: each frame is an image of one tile, behind its number.
 
     The title of the first frame is in the rendered chat already; see `with_image_marks`.
-
-    Args:
-        processor: As in `VideoTokens`.
-        token: Id of the placeholder token of images.
-        options: Options of the run.
-        marks: Ids of the tokens before and after an image.
-        tokenizer: Tokenizer of the titles.
-        length: Placeholders per frame.
     """
 
-    def __init__(
-        self,
-        processor: ImageProcessor,
-        token: int,
-        options: VideoOptions,
-        marks: tuple[int, int],
-        tokenizer: "PreTrainedTokenizerBase",
-        *,
-        length: int,
-    ) -> None:
-        self._length = length
-        super().__init__(processor, token, options, marks, tokenizer, whole=True)
+    def __init__(self, context: MediaContext, arguments: DataArguments) -> None:
+        super().__init__(context, arguments)
+        self._length = context.fields.get("image_seq_length", 256)
+
+    def _frame_marks(self) -> list[int]:
+        return self.context.ids(*INTERNVL_MARKS)
 
     def ids(self, grid: Grid) -> list[int]:
         """Return the tokens that replace one placeholder of the chat template."""
         found: list[int] = []
         for number in range(1, grid.frames + 1):
             if number > 1:
-                title = f"\n{frame_title(number)}"
-                found += self._tokenizer(title, add_special_tokens=False)["input_ids"]
-            found += [self._marks[0], *[self.token] * grid.columns, self._marks[1]]
+                found += self.context.spell(f"\n{frame_title(number)}")
+            found += [self._first, *[self.token] * grid.columns, self._last]
         return found
 
     def tensors(self, video: Video, grid: Grid) -> dict[str, Tensor]:
@@ -410,18 +360,12 @@ class NumberedFrameTokens(_EvenFrames, FrameImageTokens):
 
 
 class PooledFrameTokens(_EvenFrames):
-    """Video tokens of LLaVA-OneVision: a fixed number for each frame, one after the other, and one at the end.
+    """Video tokens of LLaVA-OneVision: a fixed number for each frame, one after the other, and one at the end."""
 
-    Args:
-        processor: As in `VideoTokens`.
-        token: Id of the placeholder token.
-        options: Options of the run.
-        length: Placeholders per frame.
-    """
-
-    def __init__(self, processor: ImageProcessor, token: int, options: VideoOptions, length: int) -> None:
-        self._length = length
-        super().__init__(processor, token, options)
+    def __init__(self, context: MediaContext, arguments: DataArguments) -> None:
+        super().__init__(context, arguments)
+        assert context.family.tokens_per_frame is not None, "pooled frames have a fixed number of features"
+        self._length = context.family.tokens_per_frame(context.config)
 
     def grid(self, facts: VideoFacts) -> Grid:
         """Return the grid of a video, as one frame with all its tokens."""
@@ -441,25 +385,26 @@ class PooledFrameTokens(_EvenFrames):
         }
 
 
-class SliceVideoTokens(VideoTokens):
+class SliceVideoTokens(_UnmergedFrames):
     """Video tokens of MiniCPM-V: each frame is an image with slices, all behind the number of the video.
 
     Args:
-        processor: As in `VideoTokens`.
-        options: Options of the run.
-        slices: Tokens of a frame, with the placeholder of videos.
+        context: Video processor and model.
+        arguments: Options of the run.
+        numbered: The number of the video is in front of it.
 
     Raises:
         UsageError: The options or the processor are not supported.
     """
 
-    def __init__(self, processor: ImageProcessor, options: VideoOptions, slices: SliceTokens) -> None:
-        self._slices = slices
-        super().__init__(processor, slices.token, options)
-        if options.fps not in (None, self.list_fps):
+    def __init__(self, context: MediaContext, arguments: DataArguments, *, numbered: bool) -> None:
+        processor, self._slices = context.processor, SliceTokens(context, numbered=numbered)
+        processor.downsample_mode = context.fields.get("downsample_mode", "16x")
+        super().__init__(context, arguments)
+        if arguments.video_fps not in (None, self.list_fps):
             raise UsageError(
-                f"video_fps is {options.fps:g}; expected 1, because {type(processor).__name__} takes one frame of each "
-                "second; leave it out"
+                f"video_fps is {arguments.video_fps:g}; expected 1, because {type(processor).__name__} takes one frame "
+                "of each second; leave it out"
             )
         if processor.stack_frames > 1:
             raise UsageError(
@@ -467,7 +412,7 @@ class SliceVideoTokens(VideoTokens):
                 "that are stacked into one are not supported"
             )
         processor.max_num_frames = min(
-            processor.max_num_frames, options.max_frames or processor.max_num_frames
+            processor.max_num_frames, arguments.video_max_frames or processor.max_num_frames
         )
 
     @property
@@ -475,10 +420,8 @@ class SliceVideoTokens(VideoTokens):
         """Frames per second of a list of images, all of which the processor takes at this rate."""
         return 1.0
 
-    def _resized_sides(self, processor: ImageProcessor) -> Callable[[int, int, int], tuple[int, int]]:
-        """Return the function from height, width and number of frames to one row of a frame's tokens."""
-        processor.temporal_patch_size = processor.merge_size = 1  # which it lacks
-        return lambda height, width, frames: (1, self._slices.grid(height, width).columns)
+    def _frame_sides(self, height: int, width: int) -> tuple[int, int]:
+        return 1, self._slices.grid(height, width).columns
 
     def grid(self, facts: VideoFacts) -> Grid:
         """Return the grid of a video.
@@ -502,10 +445,6 @@ class SliceVideoTokens(VideoTokens):
         """Return the tokens that replace one placeholder of the chat template."""
         return self._slices.ids(grid)
 
-    def marks(self, grid: Grid) -> tuple[Sequence[int], Sequence[int]]:
-        """Return the number and the mark before a video, and the mark after it."""
-        return self._slices.marks(grid)
-
     def locate(self, where: Sequence[int], grid: Grid) -> list[ImageSpan]:
         """Return one location for each frame and each slice."""
         return locate_runs(where)
@@ -520,17 +459,17 @@ class SliceVideoTokens(VideoTokens):
         sizes, layouts = made["target_sizes_videos"], made["grids_videos"].tolist()
         of_frame = sizes[: len(sizes) // len(layouts)].tolist()  # the whole, and its slices
         (rows, columns), *_ = layouts
-        found = self._slices.sliced(rows, columns, [self._slices.features(*size) for size in of_frame])
+        found = self._slices.sliced(rows, columns, [self.context.tokens_of_size(*size) for size in of_frame])
         require_unchanged(f"video {video.place}", grid, replace(found, frames=len(layouts)))
         return {"pixel_values": split_patches(made["pixel_values_videos"]), "target_sizes": sizes}
 
 
-def _apply_options(processor: ImageProcessor, options: VideoOptions, fps: float) -> None:
-    if options.fps is not None:
-        processor.fps, processor.num_frames = options.fps, None
+def _apply_options(processor: ImageProcessor, arguments: DataArguments, fps: float) -> None:
+    if arguments.video_fps is not None:
+        processor.fps, processor.num_frames = arguments.video_fps, None
     elif processor.fps is None and processor.num_frames is None:
         processor.fps = fps
-    if (most := options.max_frames) is not None:
+    if (most := arguments.video_max_frames) is not None:
         if most < processor.temporal_patch_size:
             raise UsageError(
                 f"video_max_frames is {most}; expected at least {processor.temporal_patch_size}, the frames that the "
@@ -543,3 +482,51 @@ def _apply_options(processor: ImageProcessor, options: VideoOptions, fps: float)
         processor.num_frames = processor.num_frames and min(most, processor.num_frames)
     if getattr(processor, "cap_pixels_per_frame", False) is None:
         processor.cap_pixels_per_frame = False  # the default, of which transformers warns
+
+
+_KINDS: Mapping[VideoTokenKind, type[VideoTokens]] = {
+    "together": VideoTokens,
+    "timestamps": TimedVideoTokens,
+    "second_after": SecondFrameTokens,
+    "seconds_after": FrameImageTokens,
+    "minutes": PooledVideoTokens,
+    "numbered": NumberedFrameTokens,
+    "pooled": PooledFrameTokens,
+    "slices": SliceVideoTokens,
+}
+
+
+def video_tokens(
+    config: McaModelConfig,
+    directories: Sequence[Path],
+    tokenizer: "PreTrainedTokenizerBase",
+    arguments: DataArguments,
+) -> VideoTokens:
+    """Return the video tokens of a model, whose video processor is in one of ``directories``.
+
+    Raises:
+        UsageError: The model does not support videos, a package is missing, or there is no processor.
+    """
+    fields = media_fields(config, tokenizer)
+    part = get_family(config.model_type).vision if fields is not None else None
+    if part is None or part.video_tokens is None:
+        raise UsageError(f"a {config.model_type} model does not support videos; remove them from the rows")
+    require_placeholder(VIDEO, config, fields)
+    require_video_packages()
+    kind = _KINDS[part.video_tokens]
+    token = require_placeholder(kind.placeholder, config, fields)
+    context = MediaContext(load_processor(directories, VIDEO), token, config, tokenizer)
+    if kind is SliceVideoTokens:
+        numbered = getattr(load_processor(directories, IMAGE), "use_image_id", True)  # as in transformers
+        return SliceVideoTokens(context, arguments, numbered=numbered)
+    return kind(context, arguments)
+
+
+def positions_per_second(config: McaModelConfig) -> float | None:
+    """Return the time positions of a second of video; None: each frame has one."""
+    part, fields = get_family(config.model_type).vision, config.vision_fields or {}
+    if part is None or part.tokens_per_second is None:
+        return None
+    if part.video_rules is not None:
+        return float(fields.get("position_id_per_seconds", part.tokens_per_second))
+    return float(fields.get("vision_config", {}).get("tokens_per_second", part.tokens_per_second))

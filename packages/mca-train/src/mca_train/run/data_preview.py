@@ -29,9 +29,7 @@ from mca_train.tasks.task import Task
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from mca_train.data.mixture import Mixture
-    from mca_train.data.preferences import PairDataset
-    from mca_train.data.token_dataset import TokenDataset
+    from mca_train.data.token_dataset import Mixture, PairDataset, TokenDataset
 
 OPEN, CLOSE = "⟦", "⟧"
 _BARS, _WIDEST, _SHOWN, _LONGEST = 10, 40, 3, 4000

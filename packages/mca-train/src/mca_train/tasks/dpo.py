@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mca_models import VirtualModels
     from mca_train.config.run_config import Settings
     from mca_train.data.encoding import RowEncoder
-    from mca_train.data.file_rows import Row
+    from mca_train.data.streams import Row
     from mca_train.losses.preference import PreferenceLoss
     from mca_train.losses.preference_options import PreferenceOptions
     from mca_train.trainer.base import TrainerOptions
@@ -121,7 +121,7 @@ class Dpo(AnswerTask):
         self, names: Sequence[str], tokenizer: "PreTrainedTokenizerBase", data: DataArguments, key: str
     ) -> "RowEncoder":
         """Return the row encoder, as `AnswerTask.encoder`."""
-        from mca_train.data.preferences import pair_encoder
+        from mca_train.data.encoding import pair_encoder
 
         return pair_encoder(names, tokenizer, cast("PairArguments", data), key)
 

@@ -13,11 +13,11 @@ from mca_train.config.arguments import DataArguments
 from mca_train.data.files import check_file, load_rows, local_copy, reader_name, translate_read_errors
 from mca_train.data.image_rows import without_decoding
 from mca_train.data.indexed import find_prefix
-from mca_train.data.mixture import Mixture
 from mca_train.data.row_paths import row_paths
 from mca_train.data.sources import evaluation_arguments, load_source, parse_sources, source_arguments
 from mca_train.data.streams import open_rows
 from mca_train.data.token_cache import cache_key, file_digest, load_or_build
+from mca_train.data.token_dataset import Mixture
 from mca_train.data.tools import json_features
 from mca_train.data.urls import describe_files
 from mca_train.tasks.row_context import RowContext
@@ -29,9 +29,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from mca_train.data.image_rows import ImageReader, ImageRows
-    from mca_train.data.preferences import PairDataset
     from mca_train.data.sources import Source
-    from mca_train.data.token_dataset import Sample, TokenDataset
+    from mca_train.data.token_dataset import PairDataset, Sample, TokenDataset
 
 
 def load_tokenized(

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from mca_train.config.run_config import Settings
-    from mca_train.data.file_rows import FileRows
+    from mca_train.data.streams import FileRows
     from mca_train.data.token_dataset import Sample, TokenDataset
     from mca_train.tasks.row_context import RowContext
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from mca_train.data.encoding import RowEncoder
-    from mca_train.data.file_rows import Row
+    from mca_train.data.streams import Row
 
 
 class Sft(AnswerTask):

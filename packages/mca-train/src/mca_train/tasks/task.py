@@ -27,11 +27,10 @@ if TYPE_CHECKING:
     from mca_models.templates.classification_head import Head
     from mca_train.config.run_config import Settings
     from mca_train.data.encoding import RowEncoder, RowNumbers
-    from mca_train.data.file_rows import FileRows, Row
     from mca_train.data.image_rows import ImageRows
-    from mca_train.data.preferences import PairDataset
     from mca_train.data.samples import AnswerRows
-    from mca_train.data.token_dataset import Sample, TokenDataset
+    from mca_train.data.streams import FileRows, Row
+    from mca_train.data.token_dataset import PairDataset, Sample, TokenDataset
     from mca_train.tasks.row_context import RowContext
     from mca_train.trainer.base import TrainerOptions
     from mca_train.trainer.trainer import McaTrainer
@@ -244,8 +243,8 @@ class AnswerTask(Task):
         """Return the tokenized samples, as `Task.samples`."""
         from mca_train.data.formats import media_columns
         from mca_train.data.image_rows import without_decoding
-        from mca_train.data.preferences import PairDataset
         from mca_train.data.samples import answer_sequences
+        from mca_train.data.token_dataset import PairDataset
 
         names = rows.column_names
         if {*names}.isdisjoint(media_columns(None, context.data)):

@@ -22,7 +22,7 @@ from mca_models.megatron.distributed.collectives import run_on_first_rank_unwrap
 from mca_models.megatron.peft import PeftModels
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.batching.packing import sequence_lengths
-from mca_train.batching.step_stream import is_stream
+from mca_train.batching.sampling import is_stream
 from mca_train.checkpoint.output_files import require_free, require_usable
 from mca_train.checkpoint.reference_log_probs import ReferenceLogProbs
 from mca_train.data.token_dataset import VALUES, Samples, describe_order

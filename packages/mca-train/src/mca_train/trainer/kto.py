@@ -15,7 +15,7 @@ from mca_config.errors import McaError
 from mca_train import groups
 from mca_train.batching.kto_kl_pairs import KtoKlPairs
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
-from mca_train.batching.step_stream import is_stream
+from mca_train.batching.sampling import is_stream
 from mca_train.data.token_dataset import Samples
 from mca_train.losses.kto import KtoLoss, divergence
 from mca_train.losses.options import kto_step_problems

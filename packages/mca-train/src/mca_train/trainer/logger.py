@@ -18,7 +18,7 @@ from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.batching.sample_consistency import require_same_samples
 from mca_train.checkpoint.loop_state import LoopState
 from mca_train.checkpoint.writer import CheckpointWriter
-from mca_train.data.mixture import Mixture
+from mca_train.data.token_dataset import Mixture
 from mca_train.engine.engine import Engine, StepResult
 from mca_train.engine.finite import require_finite_weights
 from mca_train.losses.token_loss import StepLoss

@@ -16,8 +16,7 @@ from mca_config.files import naming_read_errors
 from mca_train.batching.loaders import resume_position
 from mca_train.batching.micro_batch import StepBatch
 from mca_train.batching.position import RunLength, RunPosition
-from mca_train.batching.sampling import StepSampler
-from mca_train.batching.step_stream import StepStream
+from mca_train.batching.sampling import StepSampler, StepStream
 from mca_train.checkpoint import directory
 from mca_train.checkpoint.loop_state import PendingEvents
 from mca_train.checkpoint.model import saved_weights

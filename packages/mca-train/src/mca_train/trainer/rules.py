@@ -20,7 +20,7 @@ from mca_config.types import Typed, Values
 from mca_models.megatron import platform
 from mca_models.megatron.factory.transformer_config import transformer_config
 from mca_models.megatron.peft import PeftModels
-from mca_train.batching.step_stream import require_steps
+from mca_train.batching.sampling import require_steps
 from mca_train.checkpoint.model import require_format
 from mca_train.config.packages import optimizer_problems
 from mca_train.losses import kto, preference

@@ -18,8 +18,7 @@ from mca_train.batching.loaders import Loaders, iterate_steps
 from mca_train.batching.micro_batch import StepBatch
 from mca_train.batching.position import RunLength
 from mca_train.batching.sample_consistency import check_first_step
-from mca_train.batching.sampling import StepSampler
-from mca_train.batching.step_stream import StepStream
+from mca_train.batching.sampling import StepSampler, StepStream
 from mca_train.data.token_dataset import Samples
 from mca_train.groups import Ranks
 from mca_train.trainer.base import HfTrainer, Progress
