@@ -25,8 +25,7 @@ from mca_models.storage.lazy_tensor import Block, StridedTensor
 from mca_models.storage.source import read_shard
 from mca_models.templates import config_from_hf
 from mca_models.templates.classification_head import Head, with_head
-from mca_models.torch_checkpoint.dcp import TensorEntry
-from mca_models.torch_checkpoint.torch_dist import _Reader, open_torch_dist
+from mca_models.torch_checkpoint.torch_dist import TensorEntry, _Reader, open_torch_dist
 
 pytestmark = pytest.mark.ranks
 

@@ -14,6 +14,7 @@ from harness import run_ranks
 from layouts import arguments, world_size
 from lora_training import gradients_of, tokens, train_megatron
 from mca_config.errors import McaError
+from mca_convert import convert
 from reference import make_reference
 
 pytestmark = pytest.mark.ranks
@@ -100,13 +101,11 @@ def merged_files(base: Path, layout: str, adapter: Path, target: Path) -> None:
 @pytest.mark.parametrize(("case", "layout"), [("qwen2", "tp2pp2"), ("qwen3_moe", "tp2ep2etp1sp")])
 def test_live_merging_equals_the_converters(case: str, layout: str, tmp_path: Path) -> None:
     from mca_models.checkpoint_kinds import open_checkpoint
-    from mca_models.lora import merge_to_hf, open_adapter
 
     base = make_reference(case, tmp_path, "bfloat16").path
     run_ranks(1, new_adapter, base, "tp1", lora(target_modules=ATTENTION + MLP), tmp_path, False)
     run_ranks(world_size(layout), merged_files, base, layout, tmp_path / "mca", tmp_path / "live")
-    checkpoint = open_checkpoint(base)
-    merge_to_hf(checkpoint, open_adapter(tmp_path / "mca"), tmp_path / "files")
+    convert(base, tmp_path / "files", adapter_path=tmp_path / "mca", merge=True)
     live, files = (
         load_file(folder / "model.safetensors") for folder in (tmp_path / "live" / "hf", tmp_path / "files")
     )

@@ -14,14 +14,12 @@ from source_tree import SOURCES, Source, nodes, under
 ROOT = "mca_models.megatron"
 ROOMS: Mapping[str, set[str]] = {
     "moe": {
-        "features.biased_router",
-        "features.group_router",
         "features.identity_experts",
         "features.moe",
         "features.moe_with_dense_mlp",
         "features.shortcut_moe",
         "features.router_replay",
-        "features.sigmoid_router",
+        "features.routers",
         "features.sparse_mixer",
     },
     "mla": {"features.mla", "features.dsa"},
@@ -63,7 +61,7 @@ IN_TRAINING: Mapping[str, Mapping[str, str]] = {
     },
     "vision": {
         "config.model_parts": "trained parts of a vision-language model",
-        "engine.param_groups": "learning rates of parts",
+        "engine.optimizer": "learning rates of parts",
         "losses.preference": "a reference model without a tower",
         "metrics.throughput": "a frozen language model",
         "plan.counts": "parameters of the tower",

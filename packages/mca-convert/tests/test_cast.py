@@ -32,7 +32,7 @@ def test_fp64_is_rounded_once() -> None:
     import ml_dtypes
     import numpy as np
 
-    from mca_models.storage.cast import cast_into
+    from mca_models.storage.values import cast_into
 
     tie = 1 + 2.0**-8  # halfway between two bf16 numbers, the lower one even
     cases = {

@@ -145,8 +145,9 @@ def test_compared_stretches_fit_the_buffer_in_the_larger_dtype(monkeypatch) -> N
     ]
     for source in sources:
         source.gathers = lambda param, side: [Gather((8,), (Move(0, 0, 0, 8, 1, 8, 8),))]
+        source.parts = lambda param: ()
     monkeypatch.setattr(compare, "source_dtypes", lambda source: {"w": source.dtype})
     limits: Any = SimpleNamespace(buffer_bytes=16)
     pairs = [*compare._pairs(*sources, SimpleNamespace(tensors=0, elements=0), limits)]
-    stretches = [(pair.sides[0].chunk.start, pair.sides[0].chunk.stop) for pair in pairs]
+    stretches = [(first[0].start, first[0].stop) for _, _, (first, _) in pairs]
     assert stretches == [(0, 4), (4, 8)], "16 bytes are 4 numbers of fp32"

@@ -85,9 +85,8 @@ def test_the_bytes_of_progress_are_those_of_the_first(monkeypatch: pytest.Monkey
         def collect(self, chunk: Any, parts: Any, dtype: str, buffer: str) -> Any:
             return np.zeros(4, dtype)
 
-    chunk, source = SimpleNamespace(start=0), SimpleNamespace(parts=lambda param: ())
-    sides = [SimpleNamespace(chunk=chunk, source=source, param=None, dtype=dtype) for dtype in ("f4", "f2")]
-    pairs = [SimpleNamespace(name="w", shape=(4,), sides=tuple(sides))] * 2
+    sides = tuple((SimpleNamespace(start=0), (), dtype) for dtype in ("f4", "f2"))
+    pairs = [("w", (4,), sides)] * 2
     sources: Any = [
         SimpleNamespace(
             check_duplicates=lambda: None,

@@ -16,11 +16,10 @@ from mca_convert.pool import Limits
 from mca_convert.reader import SourceFiles
 from mca_models.quantization.fp8_write import quantize
 from mca_models.storage.byte_ranges import Gather, Move
-from mca_models.storage.checksum import file_crc32
 from mca_models.storage.manifest import FileRecord
 from mca_models.storage.safetensors import plan_file, read_header
 from mca_models.storage.source import Part
-from mca_models.storage.writer import SafetensorsWriter
+from mca_models.storage.writer import SafetensorsWriter, file_crc32
 from mca_models.weights import Param
 
 PARAM = Param(mca="x", hf=("x",))

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from mca_convert.cli import main
 from mca_models.checkpoint_kinds import open_checkpoint
 from mca_models.quantization import fp8_write
-from mca_models.quantization.fp8_tile import BLOCK, TILE_BYTES
+from mca_models.quantization.fp8_write import BLOCK, TILE_BYTES
 from mca_models.storage.safetensors import TensorInfo, read_header
 
 SIZES = {"hidden_size": 160, "intermediate_size": 272}

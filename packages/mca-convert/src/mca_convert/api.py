@@ -159,22 +159,9 @@ def plan(
 ) -> "ConversionPlan":
     """Plan a conversion: its files, sizes and memory, and the errors that it would raise. Nothing is written.
 
-    Of a model of the Hub only the headers of weights are fetched, unless ``values``.
-
-    Args:
-        src: As for `convert`.
-        dst: The new directory. None: its path and the free space are not checked.
-        to: As for `convert`.
-        layout: As for `convert`.
-        dtype: As for `convert`.
-        fp8: As for `convert`.
-        adapter_path: As for `convert`.
-        merge: As for `convert`.
-        max_shard_size: As for `convert`.
-        overwrite: As for `convert`.
-        workers: As for `convert`.
-        memory_limit: As for `convert`.
-        values: Read all weights too, and report values that are not finite or that a cast makes infinite.
+    The arguments are those of `convert`. Without ``dst`` neither its path nor the free space are checked. Of a model of
+    the Hub only the headers of weights are fetched. With ``values`` all weights are read too, and values are reported
+    that are not finite or that a cast makes infinite.
 
     Returns:
         The plan. A conversion that would fail is no exception: its errors are in ``refusals``.

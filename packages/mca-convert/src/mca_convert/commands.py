@@ -19,7 +19,7 @@ from mca_convert.interrupts import Interrupts
 from mca_convert.output import format_size, progress_bar, table, write_json, write_line
 from mca_convert.pool import Progress
 from mca_convert.request import OptionsError
-from mca_models.storage.finite import named_counts
+from mca_models.storage.values import named_counts
 
 if TYPE_CHECKING:
     from mca_convert.compare import Comparison

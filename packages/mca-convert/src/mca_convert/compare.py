@@ -5,11 +5,10 @@ are compared under PEFT's names, without their base models.
 """
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
@@ -24,9 +23,8 @@ from mca_models.quantization.fp8_read import Fp8Tensor
 from mca_models.quantization.mxfp4_read import Mxfp4Tensor
 from mca_models.storage.copy_plan import HF
 from mca_models.storage.dtypes import ITEM_SIZES, dtype_code
-from mca_models.storage.finite import counts_in
-from mca_models.storage.source import ModelSource
-from mca_models.weights import Param
+from mca_models.storage.source import ModelSource, Part, first_few
+from mca_models.storage.values import counts_in
 from mca_models.weights.arrays import NumpyArray
 
 _SAME_MODEL_MAY_DIFFER = {"layout", "hf_config", "extra", "dtype", "vision_fields"}
@@ -40,22 +38,10 @@ _SCALES = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
 _Tensors = Mapping[str, Callable[[], NumpyArray]]
 
 
-@dataclass(frozen=True, slots=True)
-class _Side:
-    """One of the two checkpoints in a comparison: a chunk of one tensor and its source."""
-
-    source: ModelSource
-    param: Param
-    chunk: Chunk
-    dtype: str
-
-
-class _Pair(NamedTuple):
-    """The same elements of a tensor in both checkpoints."""
-
-    name: str
-    shape: tuple[int, ...]
-    sides: tuple[_Side, _Side]
+_Side = tuple[Chunk, tuple[Part, ...], str]
+"""A chunk of one tensor of a checkpoint, the parts that it is in, and their dtype."""
+_Pair = tuple[str, tuple[int, ...], tuple[_Side, _Side]]
+"""Name and shape of a tensor, and the same elements of it in both checkpoints."""
 
 
 @dataclass(kw_only=True)
@@ -178,11 +164,9 @@ def compare_models(
         collector = Collector(files, Buffers(limits.buffer_bytes), limits.computed_bytes)
 
         def compare(pair: _Pair) -> None:
-            arrays = [
-                collector.collect(side.chunk, side.source.parts(side.param), side.dtype, buffer)
-                for side, buffer in zip(pair.sides, ("first", "second"), strict=True)
-            ]
-            recorder.compare(pair.name, pair.shape, arrays, pair.sides[0].chunk.start)
+            name, shape, (one, two) = pair
+            arrays = [collector.collect(*one, "first"), collector.collect(*two, "second")]
+            recorder.compare(name, shape, arrays, one[0].start)
             counter.add(arrays[0].nbytes)
 
         return compare
@@ -201,11 +185,7 @@ def _different_models(first: ModelSource, second: ModelSource, tolerance: float 
     ]
     mine = {param.mca_name(): param for param in first.params}
     its = {param.mca_name(): param for param in second.params}
-    for path, names in ((first.path, mine.keys() - its.keys()), (second.path, its.keys() - mine.keys())):
-        if names:
-            problems.append(
-                f"{counted(len(names), 'parameter')} only in {path} ({', '.join(sorted(names)[:4])})"
-            )
+    problems += _only_in((first.path, second.path), mine.keys(), its.keys(), "parameter")
     dtypes = source_dtypes(first), source_dtypes(second)
     for name in [name for name in mine if name in its]:  # in the order of the model
         shapes = first.full_shape(mine[name]), second.full_shape(its[name])
@@ -214,6 +194,13 @@ def _different_models(first: ModelSource, second: ModelSource, tolerance: float 
         if dtypes[0][name] != dtypes[1][name] and tolerance is None:
             problems.append(f"{name}: {dtypes[0][name]} and {dtypes[1][name]} (--tolerance allows this)")
     return problems
+
+
+def _only_in(paths: tuple[Path, Path], mine: Set[str], its: Set[str], noun: str) -> list[str]:
+    only = zip(paths, (mine - its, its - mine), strict=True)
+    return [
+        f"{counted(len(names), noun)} only in {path} ({first_few(names)})" for path, names in only if names
+    ]
 
 
 def is_quantized(source: ModelSource) -> bool:
@@ -248,6 +235,7 @@ def _pairs(first: ModelSource, second: ModelSource, result: Comparison, limits: 
         name = mine.mca_name()
         its = theirs[name]
         size = max(ITEM_SIZES[table[name]] for table in dtypes)
+        parts = first.parts(mine), second.parts(its)
         gathers = zip(mine.hf_names(), first.gathers(mine, HF), second.gathers(its, HF), strict=True)
         for tensor, gather, other in gathers:
             label = f"{tensor}[{mine.expert}]" if mine.stacked else tensor
@@ -255,8 +243,8 @@ def _pairs(first: ModelSource, second: ModelSource, result: Comparison, limits: 
             result.elements += gather.size
             step = limits.buffer_bytes // size
             for one, two in zip(split_exactly(gather, step), split_exactly(other, step), strict=True):
-                sides = _Side(first, mine, one, dtypes[0][name]), _Side(second, its, two, dtypes[1][name])
-                yield _Pair(label, gather.shape, sides)
+                sides = (one, parts[0], dtypes[0][name]), (two, parts[1], dtypes[1][name])
+                yield label, gather.shape, sides
 
 
 def _different(first: NumpyArray, second: NumpyArray, tolerance: float | None) -> NumpyArray:
@@ -295,22 +283,14 @@ def compare_adapters(first: Path, second: Path, *, tolerance: float | None = Non
     recorder = _Recorder(result, tolerance)
     model = _described_model(first) or _described_model(second)
     mine, its = _tensors(first, model), _tensors(second, model)
-    for path, names in ((first, mine.keys() - its.keys()), (second, its.keys() - mine.keys())):
-        if names:
-            result.problems.append(
-                f"{counted(len(names), 'tensor')} only in {path} ({', '.join(sorted(names)[:4])})"
-            )
+    result.problems += _only_in((first, second), mine.keys(), its.keys(), "tensor")
     for name in sorted(mine.keys() & its.keys()):
         _compare_arrays(name, mine[name](), its[name](), recorder, tolerance)
     return result
 
 
 def _compare_arrays(
-    name: str,
-    mine: NumpyArray,
-    its: NumpyArray,
-    recorder: _Recorder,
-    tolerance: float | None,
+    name: str, mine: NumpyArray, its: NumpyArray, recorder: _Recorder, tolerance: float | None
 ) -> None:
     result = recorder.result
     result.tensors += 1

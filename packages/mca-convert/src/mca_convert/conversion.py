@@ -23,10 +23,16 @@ from mca_convert.non_finite import (
 from mca_convert.pool import ByteCounter, Limits, Progress, allow_open_files
 from mca_convert.reader import SourceFiles
 from mca_convert.request import Request, conversion_target, target_layout
-from mca_models.checkpoint.contents import foreign_entry, is_checkpoint
 from mca_models.checkpoint.hf_writer import MAX_SHARD_BYTES, METADATA, HfLayout
 from mca_models.checkpoint.mca_directory import McaLayout, iteration_name
-from mca_models.checkpoint.side_files import copy_side_files, different_tokenizer, side_files, side_names
+from mca_models.checkpoint.side_files import (
+    copy_side_files,
+    different_tokenizer,
+    foreign_entry,
+    is_checkpoint,
+    side_files,
+    side_names,
+)
 from mca_models.checkpoint_kinds import checkpoint_kind, open_checkpoint
 from mca_models.storage.atomic import AtomicDirectory, require_absent, require_free
 from mca_models.storage.dtypes import DTYPE_NAMES
@@ -270,15 +276,16 @@ def require_free_destination(sources: Iterable[Path], destination: Path, *, over
             require_free(destination, overwrite=True)
         except McaError as error:
             raise McaError(f"--output_path {error}") from None
+    output = destination.resolve()
     for source in sources:
-        if source.resolve().is_relative_to(destination.resolve()):
-            raise McaError(
-                f"--output_path {destination}: contains the source {source}; name another directory"
-            )
-        if destination.resolve().is_relative_to(source.resolve()):
-            raise McaError(
-                f"--output_path {destination}: is inside the source {source}; name another directory"
-            )
+        for above, below, what in (
+            (output, source.resolve(), "contains"),
+            (source.resolve(), output, "is inside"),
+        ):
+            if below.is_relative_to(above):
+                raise McaError(
+                    f"--output_path {destination}: {what} the source {source}; name another directory"
+                )
 
 
 def _overwrite_problem(destination: Path, sources: Iterable[Path]) -> str | None:

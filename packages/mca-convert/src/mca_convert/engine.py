@@ -14,13 +14,11 @@ from itertools import groupby
 from mca_convert.fills import Chunk, Chunking, Fill, band_elements, fill_item_size
 from mca_convert.pool import Limits, run_all
 from mca_convert.reader import Buffers, Collector, SourceFiles, is_any_kept
-from mca_models.quantization.fp8_tile import Fp8Tile
-from mca_models.quantization.fp8_write import quantize, scale_shape
-from mca_models.storage.cast import Overflow, cast_into
+from mca_models.quantization.fp8_write import Fp8Tile, quantize, scale_shape
 from mca_models.storage.dtypes import ITEM_SIZES
-from mca_models.storage.finite import all_finite
 from mca_models.storage.manifest import FileRecord
 from mca_models.storage.safetensors import FilePlan
+from mca_models.storage.values import Overflow, all_finite, cast_into
 from mca_models.storage.writer import SafetensorsWriter
 
 _STRETCH_CHUNKS = 16  # neighbouring chunks that one thread takes at a time

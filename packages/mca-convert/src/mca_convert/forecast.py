@@ -43,13 +43,13 @@ from mca_models.lora import (
 )
 from mca_models.lora.config import FILE_NAME
 from mca_models.lora.peft_directory import WEIGHTS
-from mca_models.quantization.fp8_tile import TILE_BYTES
+from mca_models.quantization.fp8_write import TILE_BYTES
 from mca_models.storage.atomic import staging_parent
 from mca_models.storage.dtypes import ITEM_SIZES, dtype_code
-from mca_models.storage.finite import named_counts
 from mca_models.storage.manifest import FileRecord
 from mca_models.storage.safetensors import TensorInfo, plan_file
 from mca_models.storage.source import ModelSource
+from mca_models.storage.values import named_counts
 
 T = TypeVar("T")
 _THREAD_BYTES = 200 << 10  # a thread's stack and its share of the allocator

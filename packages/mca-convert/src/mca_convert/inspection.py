@@ -16,9 +16,10 @@ from mca_models.checkpoint.hf_directory import HfSource, read_config
 from mca_models.checkpoint.mca_directory import McaSource, load_config
 from mca_models.checkpoint_kinds import CheckpointKind, checkpoint_kind, open_checkpoint
 from mca_models.quantization.hf_tensors import read_quantization_config
-from mca_models.storage.finite import counts_in
+from mca_models.storage.dtypes import ITEM_SIZES
 from mca_models.storage.safetensors import TensorInfo, read_header
 from mca_models.storage.source import ModelSource
+from mca_models.storage.values import counts_in
 from mca_models.templates import get_family
 from mca_models.templates.classification_head import class_name
 from mca_models.templates.parts.vision_tower import PREFIX
@@ -33,6 +34,11 @@ _SIZES = (
     ("ffn_hidden_size", "ffn"),
     ("num_moe_experts", "experts"),
     ("vocab_size", "vocabulary"),
+)
+
+_ADAPTER_SETTINGS = (
+    *("base_model_name_or_path", "r", "lora_alpha", "target_modules", "target_parameters"),
+    *("rank_pattern", "alpha_pattern", "modules_to_save", "use_rslora"),
 )
 
 
@@ -170,14 +176,8 @@ def _describe(config: McaModelConfig, found: Inspection) -> None:
 def _tower_sizes(vision: JsonObject) -> str:
     """Return the sizes of a tower's configuration, under the names of its family."""
     named = (
-        "depth",
-        "num_hidden_layers",
-        "embed_dim",
-        "hidden_size",
-        "num_heads",
-        "num_attention_heads",
-        "patch_size",
-        *("encoder_layers", "d_model", "encoder_attention_heads", "num_mel_bins"),
+        *("depth", "num_hidden_layers", "embed_dim", "hidden_size", "num_heads", "num_attention_heads"),
+        *("patch_size", "encoder_layers", "d_model", "encoder_attention_heads", "num_mel_bins"),
     )
     sizes = ", ".join(f"{name} {vision[name]}" for name in named if name in vision)
     return " ".join(filter(None, (vision.get("model_type"), sizes)))
@@ -211,8 +211,6 @@ def _count(infos: Iterable[TensorInfo], path: Path, found: Inspection) -> None:
 
 
 def _biggest(shapes: list[tuple[str, str, list[int]]], found: Inspection, top: int) -> None:
-    from mca_models.storage.dtypes import ITEM_SIZES
-
     sized = [(name, dtype, shape, prod(shape) * ITEM_SIZES[dtype]) for name, dtype, shape in shapes]
     found.biggest = sorted(sized, key=lambda entry: -entry[-1])[:top]
 
@@ -220,15 +218,10 @@ def _biggest(shapes: list[tuple[str, str, list[int]]], found: Inspection, top: i
 def _adapter(path: Path, kind: CheckpointKind, found: Inspection, top: int, *, values: bool) -> None:
     from mca_models.lora import AdapterConfig, open_adapter
     from mca_models.lora.peft_directory import PICKLE, WEIGHTS
-    from mca_models.torch_checkpoint.hf_bin import read_tensors
+    from mca_models.torch_checkpoint.torch_file import read_tensors
 
     settings = AdapterConfig.load(path).document
-    for key in ("base_model_name_or_path", "r", "lora_alpha", "target_modules", "target_parameters"):
-        if settings.get(key):
-            found.facts[key] = settings[key]
-    for key in ("rank_pattern", "alpha_pattern", "modules_to_save", "use_rslora"):
-        if settings.get(key):
-            found.facts[key] = settings[key]
+    found.facts |= {key: settings[key] for key in _ADAPTER_SETTINGS if settings.get(key)}
     if kind is CheckpointKind.PEFT:
         pickled = (path / PICKLE).exists() and not (path / WEIGHTS).exists()
         stored = read_tensors(path / PICKLE) if pickled else read_header(path / WEIGHTS).tensors

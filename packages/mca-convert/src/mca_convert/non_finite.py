@@ -17,11 +17,10 @@ from mca_convert.pool import Limits, run_all
 from mca_convert.reader import Buffers, Collector, SourceFiles
 from mca_models.quantization.fp8_read import Fp8Tensor
 from mca_models.quantization.mxfp4_read import Mxfp4Tensor
-from mca_models.storage.cast import overflows, too_narrow
 from mca_models.storage.copy_plan import HF
 from mca_models.storage.dtypes import DTYPE_NAMES, ITEM_SIZES, numpy_dtype
-from mca_models.storage.finite import WORDS, all_finite, named_counts, non_finite
 from mca_models.storage.source import ModelSource, Part
+from mca_models.storage.values import WORDS, all_finite, named_counts, non_finite, overflows, too_narrow
 from mca_models.weights import Param
 from mca_models.weights.arrays import NumpyArray
 

@@ -3,9 +3,10 @@
 import os
 import resource
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from itertools import islice
+from typing import TypeVar
 
 from mca_config.errors import McaError
 
@@ -89,43 +90,32 @@ def run_all(items: Iterable[Item], workers: int, start: Callable[[], Callable[[I
     Raises:
         BaseException: The first exception of a thread, after all have stopped.
     """
-    shared = _Shared(iter(items))
-    threads = [threading.Thread(target=shared.work, args=(start,), daemon=True) for _ in range(workers)]
+    left, lock, failures = iter(items), threading.Lock(), list[BaseException]()
+
+    def next_item() -> list[Item]:
+        with lock:
+            return [] if failures else list(islice(left, 1))
+
+    def work() -> None:
+        try:
+            do = start()
+            while item := next_item():
+                do(*item)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(workers)]
     for thread in threads:
         thread.start()
     try:
         for thread in threads:
             thread.join()
     except BaseException as error:  # an interrupt: the threads stop after their current item
-        shared.failures.insert(0, error)
+        failures.insert(0, error)
         for thread in threads:
             thread.join()
-    if shared.failures:
-        raise shared.failures[0]
-
-
-class _Shared(Generic[Item]):
-    """The rest of the list, and the failures."""
-
-    def __init__(self, items: Iterator[Item]) -> None:
-        self._items, self._lock = items, threading.Lock()
-        self.failures: list[BaseException] = []
-
-    def _next_item(self) -> tuple[Item] | None:
-        with self._lock:
-            if not self.failures:
-                for item in self._items:
-                    return (item,)
-        return None
-
-    def work(self, start: Callable[[], Callable[[Item], None]]) -> None:
-        """Process items until the list ends or a thread fails."""
-        try:
-            do = start()
-            while (item := self._next_item()) is not None:
-                do(*item)
-        except BaseException as error:
-            self.failures.append(error)
+    if failures:
+        raise failures[0]
 
 
 def allow_open_files(count: int) -> None:

@@ -14,12 +14,11 @@ from mca_config.files import COPY_AGAIN, naming_read_errors, open_regular
 from mca_convert.fills import Chunk
 from mca_convert.pool import run_all
 from mca_models.storage.byte_ranges import Move
-from mca_models.storage.checksum import crc32_join, file_crc32
 from mca_models.storage.dtypes import numpy_dtype
 from mca_models.storage.safetensors import TensorInfo
 from mca_models.storage.source import Part, copy_move
 from mca_models.storage.staging_folder import close
-from mca_models.storage.writer import as_bytes
+from mca_models.storage.writer import as_bytes, crc32_join, file_crc32
 from mca_models.weights.arrays import Contiguous, NumpyArray
 
 _AT_ONCE = 1 << 20

@@ -23,21 +23,7 @@ class OptionsError(UsageError):
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A conversion as it is requested.
-
-    Args:
-        checkpoint: The checkpoint to read; None if only an adapter is converted that needs no base model.
-        destination: Output path; None for a plan without one.
-        to: The target; None for the default.
-        layout: Layout of an MCA target; None: the source's.
-        dtype: Dtype to cast to.
-        fp8: Write weights of linears as fp8 blocks.
-        adapter: A LoRA adapter to convert, or to merge into the checkpoint.
-        merge: Merge it.
-        max_shard_bytes: Largest file of a Hugging Face target.
-        overwrite: Replace a checkpoint at the destination.
-        limits: Threads and memory.
-        values: Of a plan: read all weights and report values that are not finite.
+    """A conversion as it is requested; `api.convert` and `api.plan` describe the fields, which are their arguments.
 
     Raises:
         OptionsError: They exclude each other.

@@ -9,11 +9,12 @@ from pathlib import Path
 
 from mca_config.errors import McaError
 from mca_config.files import has_entry
-from mca_models.checkpoint.hf_directory import HfSource, StoredTensor
+from mca_models.checkpoint.hf_directory import INDEX, PICKLED, PICKLED_INDEX, SINGLE, HfSource, StoredTensor
 from mca_models.checkpoint.mca_directory import McaSource, is_mca, iteration_name, latest_iteration
 from mca_models.storage.manifest import FILE_NAME as MANIFEST
 from mca_models.storage.source import ModelSource
 
+_SAFE, _PICKLED = (SINGLE, INDEX), (PICKLED, PICKLED_INDEX)
 _MEGATRON = ("latest_checkpointed_iteration.txt", ".metadata", "dist_model")
 
 
@@ -80,10 +81,11 @@ def _has_manifest(path: Path) -> bool:
 
 
 def _pickled(path: Path) -> Sequence[StoredTensor] | None:
-    """The tensors of a Hugging Face directory that keeps them in files of torch.save; None: it does not."""
-    if not any(has_entry(path, name) for name in ("pytorch_model.bin", "pytorch_model.bin.index.json")):
+    """The tensors of a Hugging Face directory that keeps them in files of torch.save alone; None: it does not."""
+    safe, pickled = (any(has_entry(path, name) for name in names) for names in (_SAFE, _PICKLED))
+    if safe or not pickled:
         return None
-    from mca_models.torch_checkpoint.hf_bin import pickled_tensors
+    from mca_models.torch_checkpoint.torch_file import pickled_tensors
 
     return pickled_tensors(path)
 

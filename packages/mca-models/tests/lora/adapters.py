@@ -11,11 +11,12 @@ import tiny_hf
 import tiny_vision
 import torch
 import transformers
+from merged_files import merge_to_hf
 from safetensors.torch import load_file, save_file
 
 from mca_config.model_config import McaModelConfig
 from mca_models.checkpoint_kinds import open_checkpoint
-from mca_models.lora import Adapter, AdapterConfig, merge_to_hf, open_adapter
+from mca_models.lora import Adapter, AdapterConfig, open_adapter
 from mca_models.lora.peft_directory import peft_shapes
 from mca_models.lora.peft_names import complete_peft_config
 from mca_models.lora.rules import rules_for_training

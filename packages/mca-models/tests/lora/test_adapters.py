@@ -15,6 +15,7 @@ import numpy as np
 import peft
 import pytest
 import torch
+from merged_files import merge_to_hf
 from safetensors.torch import load_file, save_file
 
 from mca_config.errors import McaError
@@ -25,7 +26,6 @@ from mca_models.lora import (
     convert_adapter,
     load_model_config,
     merge,
-    merge_to_hf,
     open_adapter,
     rules_for_training,
     write_mca_adapter,
@@ -291,12 +291,14 @@ def test_no_torch_is_needed(tmp_path: Path) -> None:
 import sys
 from pathlib import Path
 from mca_models.checkpoint_kinds import open_checkpoint
-from mca_models.lora import merge_to_hf, load_model_config, open_adapter, write_mca_adapter, write_peft
+from mca_models.lora import MergedSource, load_model_config, open_adapter, write_mca_adapter, write_peft
+from mca_models.storage.source import read_shard
 base, source, out = Path({str(base)!r}), Path({str(source)!r}), Path({str(tmp_path)!r})
 adapter = open_adapter(source, load_model_config(base))
 write_mca_adapter(adapter, adapter.model.layout, out / "mca")
 write_peft(open_adapter(out / "mca"), out / "peft")
-merge_to_hf(open_checkpoint(base), adapter, out / "merged")
+merged = MergedSource(open_checkpoint(base), adapter)
+assert all(read_shard(merged, param).size for param in merged.params)
 assert not {{"torch", "transformers", "peft", "safetensors"}} & sys.modules.keys()
 """
     subprocess.run([sys.executable, "-c", program], check=True)

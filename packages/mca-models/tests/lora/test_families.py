@@ -10,6 +10,7 @@ import pytest
 import tiny_hf
 import torch
 import transformers
+from merged_files import merge_to_hf
 from safetensors.torch import load_file
 from transformers.pytorch_utils import Conv1D
 
@@ -17,7 +18,7 @@ from mca_config.checks import check_layout
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
 from mca_models.checkpoint_kinds import open_checkpoint
-from mca_models.lora import AdapterConfig, merge_to_hf, open_adapter, write_mca_adapter, write_peft
+from mca_models.lora import AdapterConfig, open_adapter, write_mca_adapter, write_peft
 from mca_models.lora.peft_names import FUSING_MODEL_TYPES, exclude_unadapted, name_targets, save_head
 from mca_models.lora.rules import rules_for_training
 from mca_models.lora.targets import linear_targets

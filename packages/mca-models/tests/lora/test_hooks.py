@@ -21,7 +21,7 @@ from mca_models.megatron.peft.attach import (
     detach,
     warn_unused_dropout,
 )
-from mca_models.megatron.peft.initialization import initial_values
+from mca_models.megatron.peft.create import initial_values
 from mca_models.megatron.peft.linear import Cut, LoraLinear, LoraPart
 from mca_models.templates import config_from_hf, get_family
 

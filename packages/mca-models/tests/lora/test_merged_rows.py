@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny_hf
+from merged_files import merge_to_hf
 from safetensors.numpy import load_file, save_file
 
 from mca_config.errors import McaError
 from mca_models.checkpoint_kinds import open_checkpoint
-from mca_models.lora import Adapter, AdapterConfig, MergedSource, merge, merge_to_hf, rules_for_training
+from mca_models.lora import Adapter, AdapterConfig, MergedSource, merge, rules_for_training
 from mca_models.lora.merge import MergedTensor, add_product
 from mca_models.lora.peft_directory import PeftReader, peft_shapes
 from mca_models.storage.copy_plan import HF

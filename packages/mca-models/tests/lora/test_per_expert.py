@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from mca_config.errors import McaError
 from mca_models.checkpoint_kinds import open_checkpoint
 from mca_models.lora import open_adapter
-from mca_models.lora.per_expert import per_expert_config, per_expert_tensors, require_per_expert
+from mca_models.lora.peft_directory import per_expert_config, per_expert_tensors, require_per_expert
 
 PARTS = {
     "qwen3_moe": {"base_layer.": ("gate_proj", "up_proj"), "": ("down_proj",)},

@@ -8,6 +8,7 @@ from typing import Any
 import adapters
 import pytest
 import torch
+from merged_files import merge_to_hf
 from safetensors.torch import load_file, save_file
 
 from mca_config.errors import McaError
@@ -15,7 +16,6 @@ from mca_config.layout import ParallelLayout
 from mca_models.checkpoint_kinds import open_checkpoint
 from mca_models.lora import (
     AdapterConfig,
-    merge_to_hf,
     open_adapter,
     rules_for_training,
     write_mca_adapter,

@@ -25,7 +25,7 @@ from mca_models.lora.convert import (
 )
 from mca_models.lora.mca_directory import is_mca_adapter, open_mca_adapter
 from mca_models.lora.peft_directory import PeftReader, peft_shapes, write_peft
-from mca_models.storage.checksum import file_crc32
+from mca_models.storage.writer import file_crc32
 from mca_models.templates import config_from_hf
 from mca_models.templates.shapes import full_shape
 

@@ -15,8 +15,7 @@ from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig
 from mca_models.lora import Adapter, AdapterConfig, rules_for_training
 from mca_models.lora.merge import MergedSource
-from mca_models.lora.peft_directory import PeftReader, PeftTensors, peft_shapes
-from mca_models.lora.per_expert import per_expert_tensors
+from mca_models.lora.peft_directory import PeftReader, PeftTensors, peft_shapes, per_expert_tensors
 from mca_models.lora.rules import LoraFactors, factors_by_weight
 from mca_models.megatron.peft.attach import LinearGroups, _lora
 from mca_models.megatron.peft.exchange import whole_adapter

@@ -11,10 +11,9 @@ from tiny_hf import SIZE
 from mca_config.errors import McaError
 from mca_models.lora import AdapterConfig
 from mca_models.megatron.peft import create, models
-from mca_models.megatron.peft.compatibility import require_new_params_saved, require_same
-from mca_models.megatron.peft.create import adapter_config
+from mca_models.megatron.peft.create import adapter_config, require_new_params_saved, require_supported_init
 from mca_models.megatron.peft.exchange import merged_piece
-from mca_models.megatron.peft.initialization import is_trained, require_supported_init
+from mca_models.megatron.peft.models import is_trained, require_same
 from mca_models.templates import config_from_hf
 
 CONFIG = config_from_hf({**SIZE, "model_type": "llama", "architectures": ["LlamaForCausalLM"]})

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mca_models.megatron.layers.alibi import add_alibi_channels, alibi_slopes
+from mca_models.megatron.layers.attention import add_alibi_channels, alibi_slopes
 
 
 @pytest.mark.parametrize("heads", [1, 2, 6, 8, 25, 112])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mca_models.megatron.layers import sdpa
-from mca_models.megatron.layers.bidirectional_attention import bidirectional_attention
+from mca_models.megatron.layers.sdpa import bidirectional_attention
 
 
 @pytest.mark.parametrize("window", [None, 3, 9])

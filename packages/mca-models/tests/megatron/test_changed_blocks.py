@@ -25,9 +25,9 @@ from mca_models.megatron.features.norms import (
     PostRopeNormWithoutWeight,
     normalise_after_rope,
 )
+from mca_models.megatron.features.routers import unnormalized_sigmoid_router, with_shared_expert_mean
 from mca_models.megatron.features.shared_kv import ContextSlice, _share
 from mca_models.megatron.features.shortcut_moe import with_separate_experts, with_shortcut
-from mca_models.megatron.features.sigmoid_router import unnormalized_sigmoid_router, with_shared_expert_mean
 from mca_models.megatron.layers.norm import Norm
 from mca_models.megatron.layers.sharded import ReplicatedLinear
 

@@ -12,14 +12,14 @@ from mca_models.megatron.features.block import scaled_residual
 from mca_models.megatron.features.delta_rule import CHUNK, gated_delta_rule
 from mca_models.megatron.features.embedding import train_embedding_like_hf
 from mca_models.megatron.features.features import active_features
-from mca_models.megatron.features.group_router import (
+from mca_models.megatron.features.mamba import state_space
+from mca_models.megatron.features.moe import aux_loss_coefficient
+from mca_models.megatron.features.routers import (
     GROUP_ROUTER,
     GroupLimitedTopK,
     best_group_mask,
     has_custom_groups,
 )
-from mca_models.megatron.features.mamba import state_space
-from mca_models.megatron.features.moe import aux_loss_coefficient
 from mca_models.templates import config_from_hf
 
 Five = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from mca_models.megatron.state import fp8_export
-from mca_models.megatron.state.fp8_load import DequantizedWeights
+from mca_models.megatron.state import fp8
+from mca_models.megatron.state.fp8 import DequantizedWeights
 from mca_models.quantization.fp8_write import scale_shape
 
 WEIGHT = torch.ones(256, 128).to(torch.float8_e4m3fn)
@@ -50,9 +50,9 @@ def test_a_tensor_in_fp8_does_not_depend_on_the_rows_converted_at_a_time(
 ) -> None:
     torch.manual_seed(0)
     weight = torch.randn(3, 300, 200)
-    values, scales = fp8_export.quantised("name", weight)
-    monkeypatch.setattr(fp8_export, "_STEP", elements)
-    again = fp8_export.quantised("name", weight)
+    values, scales = fp8.quantised("name", weight)
+    monkeypatch.setattr(fp8, "_STEP", elements)
+    again = fp8.quantised("name", weight)
     assert torch.equal(again[0].float(), values.float()) and torch.equal(again[1], scales)
 
 

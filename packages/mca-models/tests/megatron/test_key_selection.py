@@ -8,8 +8,8 @@ import torch
 from transformers.activations import XIELUActivation
 
 from mca_models.megatron import platform
-from mca_models.megatron.features.biased_router import BiasedTopK
 from mca_models.megatron.features.mlp import Xielu
+from mca_models.megatron.features.routers import BiasedTopK
 from mca_models.megatron.layers.attention import AttentionOptions, CoreAttention
 from mca_models.megatron.layers.dsa_indexer import DsaIndexer, DsaSizes
 

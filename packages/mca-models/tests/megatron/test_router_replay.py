@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from mca_config.errors import McaError
-from mca_models.megatron.features.biased_router import BiasedTopK
-from mca_models.megatron.features.group_router import GroupLimitedTopK
 from mca_models.megatron.features.router_replay import LIVE, ReplayableTopK, RoutedExperts
-from mca_models.megatron.features.sigmoid_router import SigmoidTopK
+from mca_models.megatron.features.routers import BiasedTopK, GroupLimitedTopK, SigmoidTopK
 from mca_models.megatron.features.sparse_mixer import SparseMixerTopK, sparse_mixer_topk
 
 SHAPE = RoutedExperts(layers=(1, 3), num_layers=4, topk=2, num_experts=6)

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from mca_models.megatron.state import fp8_export
-from mca_models.quantization import fp8_tile
-from mca_models.quantization.fp8_tile import BLOCK, LARGEST, Fp8Tile
+from mca_models.megatron.state import fp8
+from mca_models.quantization.fp8_write import BLOCK, LARGEST, WIDTH, Fp8Tile
 from mca_models.storage.dtypes import numpy_dtype
 
 _E4M3 = torch.float8_e4m3fn
@@ -42,7 +41,7 @@ def expected(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("rows", [1, 3, 128])
 @pytest.mark.parametrize("rest", [0, 1, 77])
 def test_bf16_numbers_are_those_that_torch_casts(exponents: list[int], rows: int, rest: int) -> None:
-    weight = torch.cat([blocks(exponents, rows), blocks([1], rows, 5)[:, :rest]], 1)[:, : fp8_tile.WIDTH]
+    weight = torch.cat([blocks(exponents, rows), blocks([1], rows, 5)[:, :rest]], 1)[:, :WIDTH]
     values = np.zeros(weight.shape, np.uint8)
     scales = np.zeros(-(-weight.shape[1] // BLOCK), np.float32)
     Fp8Tile().quantise(numpy_bf16(weight), values, scales)
@@ -91,7 +90,7 @@ def test_scales_below_the_normal_numbers_are_the_smallest_of_these() -> None:
     weight[0, ::BLOCK] = 1e-43, 3.4 * 448 * 2.0**-149, -448 * 2.0**-126
     values, scales = np.ones(weight.shape, np.uint8), np.zeros(3, np.float32)
     Fp8Tile().quantise(weight, values, scales)
-    on_device = fp8_export.quantised("name", torch.from_numpy(weight))
+    on_device = fp8.quantised("name", torch.from_numpy(weight))
     for codes, found in ((values, scales), (on_device[0].view(torch.uint8).numpy(), on_device[1].numpy())):
         assert found.ravel().tolist() == [2.0**-126] * 3
         assert [int(codes[0, column]) & 0x7F for column in (0, BLOCK)] == [0, 0]  # below half of e4m3's step

@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
-from mca_models.storage.cast import cast_into, round_to_odd
 from mca_models.storage.dtypes import numpy_dtype
+from mca_models.storage.values import cast_into, round_to_odd
 
 
 def test_numbers_that_are_not_exact_become_odd_and_nan_stays_as_it_is() -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mca_models.storage.checksum import crc32_join, file_crc32
+from mca_models.storage.writer import crc32_join, file_crc32
 
 
 @given(st.lists(st.binary(max_size=300), max_size=6))

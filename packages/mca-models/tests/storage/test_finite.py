@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mca_models.storage.dtypes import numpy_dtype
-from mca_models.storage.finite import INFINITY, all_finite, counts_in, named_counts, non_finite
+from mca_models.storage.values import INFINITY, all_finite, counts_in, named_counts, non_finite
 
 
 @pytest.mark.parametrize("code", ["F16", "BF16", "F32", "F64"])

@@ -208,9 +208,9 @@ def change(directory: Path, rank: str, edit: Any) -> None:
     [
         (
             lambda m: m.pop("decoder.layers.0.mlp.linear_fc2.weight"),
-            r"1 missing \(decoder.layers.0.mlp.linear_fc2",
+            r"1 missing tensor \(decoder.layers.0.mlp.linear_fc2",
         ),
-        (lambda m: m.update(extra=torch.ones(1)), r"1 unexpected \(extra\)"),
+        (lambda m: m.update(extra=torch.ones(1)), r"1 unexpected tensor \(extra\)"),
         (
             lambda m: m.update({"decoder.layers.0.input_layernorm.weight": torch.ones(32)}),
             "one parameter twice",
@@ -237,7 +237,9 @@ def test_what_is_not_there_or_too_much_is_refused(
 def test_missing_and_surplus_ranks_are_named(tmp_path: Path, checkpoint: Any) -> None:
     directory, _ = write(tmp_path, checkpoint("llama"), layout(2, 2))
     (directory / "iter_0000001/mp_rank_01_001").rename(directory / "iter_0000001/mp_rank_02_001")
-    with pytest.raises(McaError, match=r"1 missing \(mp_rank_01_001\) and 1 unexpected \(mp_rank_02_001\)"):
+    with pytest.raises(
+        McaError, match=r"1 missing rank \(mp_rank_01_001\) and 1 unexpected rank \(mp_rank_02_001\)"
+    ):
         open_roll(directory)
 
 

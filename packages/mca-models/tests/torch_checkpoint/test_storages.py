@@ -12,7 +12,7 @@ from mca_models.storage.byte_ranges import Gather
 from mca_models.storage.copy_plan import Rule, plan_moves
 from mca_models.storage.lazy_tensor import Block, GridTensor, StridedTensor
 from mca_models.storage.source import copy_move
-from mca_models.torch_checkpoint.storages import StoredTensor, storages, to_storage
+from mca_models.torch_checkpoint.source import StoredTensor, storages, to_storage
 from mca_models.weights import COLUMN, GATED, ROW, Param
 
 

@@ -223,7 +223,7 @@ def move_offset(metadata: Any) -> None:
     [
         (
             lambda m: m.state_dict_metadata.pop(NORM),
-            r"parameters are 1 missing \(decoder.final_layernorm.weight\)",
+            r"1 missing tensor \(decoder.final_layernorm.weight\)",
         ),
         (remove_storage, r"chunk \[0\] of decoder.final_layernorm.weight is stored nowhere"),
         (lambda m: setattr(first(m), "relative_path", "../evil.distcp"), "outside of the directory"),
@@ -252,7 +252,7 @@ def test_a_directory_that_lies_is_refused(
 def test_unexpected_tensors_and_other_shapes_are_refused(tmp_path: Path, checkpoint: Any) -> None:
     config, hf = checkpoint("llama")
     state = by_layer(config, hf)
-    with pytest.raises(McaError, match=r"1 unexpected \(decoder.layers.9.x\)"):
+    with pytest.raises(McaError, match=r"1 unexpected tensor \(decoder.layers.9.x\)"):
         open_torch_dist(save(tmp_path / "a", {**state, "decoder.layers.9.x": torch.ones(1)}), config)
     with pytest.raises(
         McaError, match=r"final_layernorm.weight has shape \[5\]; the configuration says \[32\]"

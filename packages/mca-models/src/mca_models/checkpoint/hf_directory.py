@@ -4,11 +4,12 @@ It is read here and never written (`hf_writer`). Pickled weights are found by `t
 """
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from math import prod
 from pathlib import Path, PurePosixPath
+from typing import TypeVar
 
 from mca_config.errors import HfConfigError, McaError, raise_problems, with_location
 from mca_config.files import has_entry, read_json, resolve_inside
@@ -21,16 +22,17 @@ from mca_models.quantization.hf_tensors import (
     is_linear,
     read_quantization_config,
 )
-from mca_models.storage.byte_ranges import Gather, Shape
+from mca_models.storage.byte_ranges import Shape
 from mca_models.storage.copy_plan import HF, Side
 from mca_models.storage.dtypes import CODES, DTYPE_NAMES, ITEM_SIZES
 from mca_models.storage.safetensors import TensorInfo, read_header
 from mca_models.storage.source import (
     ComputedTensor,
+    ModelSource,
     Part,
     checked_parts,
+    first_few,
     param_part_shapes,
-    plan_gathers,
     require_same_names,
 )
 from mca_models.templates import config_from_hf, get_family
@@ -43,9 +45,11 @@ logger = logging.getLogger(__name__)
 StoredTensor = TensorInfo | ComputedTensor
 _SHOWN = 8
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+Tensor = TypeVar("Tensor", bound=StoredTensor)
 
 
-class HfSourceBase:
+class HfSourceBase(ModelSource):
     """Base of sources whose parts are Hugging Face tensors; subclasses fill the attributes."""
 
     _infos: Mapping[str, StoredTensor]
@@ -55,10 +59,6 @@ class HfSourceBase:
     def tensors(self) -> Iterable[StoredTensor]:
         """All tensors of the directory, those without weights (computed buffers) included."""
         return self._infos.values()
-
-    def checksums(self) -> Mapping[Path, int]:
-        """Return nothing: Hugging Face directories have no checksums."""
-        return {}
 
     def full_shape(self, param: Param) -> Shape:
         """Return the full shape of ``param``, without vocabulary padding."""
@@ -71,10 +71,6 @@ class HfSourceBase:
     def parts(self, param: Param) -> tuple[Part, ...]:
         """Return the parts that hold ``param``, in the side's order."""
         return self._parts[param.mca_name()]
-
-    def gathers(self, param: Param, side: Side) -> tuple[Gather, ...]:
-        """Plan how to fill the tensors of ``side`` that hold ``param``."""
-        return plan_gathers(param, self.full_shape(param), HF, side)
 
 
 _FREQUENCIES = ".rotary_emb.inv_freq"
@@ -238,10 +234,10 @@ def _all_tensors(path: Path) -> list[TensorInfo]:
     if has_entry(path, SINGLE):
         return list(read_header(resolve_inside(path, SINGLE)).tensors.values())
     if has_entry(path, INDEX):
-        return _indexed_tensors(path)
+        return indexed_tensors(path, INDEX, lambda file: read_header(file).tensors)
     if binaries := sorted(file.name for file in path.glob("*.bin")):
         raise McaError(
-            f"{path}: holds {binaries[0]}, but neither {SINGLE} nor pytorch_model.bin nor an index of either; name the "
+            f"{path}: holds {binaries[0]}, but neither {SINGLE} nor {PICKLED} nor an index of either; name the "
             "weights so, or fetch the index too"
         )
     raise McaError(f"{path}: {_what_else(path)}")
@@ -261,48 +257,46 @@ def _what_else(path: Path) -> str:
     return f"neither {SINGLE} nor {INDEX} is there; the directory holds no weights"
 
 
-def _indexed_tensors(path: Path) -> list[TensorInfo]:
-    weight_map = read_json(resolve_inside(path, INDEX)).get("weight_map")
+def indexed_tensors(path: Path, index: str, read: Callable[[Path], Mapping[str, Tensor]]) -> list[Tensor]:
+    """The tensors in all files that file ``index`` in directory ``path`` names; ``read`` returns those of one file.
+
+    Raises:
+        McaError: A file is missing or damaged, or has other tensors than the index says.
+    """
+    weight_map = read_json(resolve_inside(path, index)).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise McaError(f"{path / INDEX}: has no 'weight_map' from tensor to file names; fetch the file again")
+        raise McaError(f"{path / index}: has no 'weight_map' from tensor to file names; fetch the file again")
     files = sorted(set(weight_map.values()))
     try:
         paths = {name: resolve_inside(path, name) for name in files}
     except McaError as error:
-        raise with_location(error, path / INDEX) from None
+        raise with_location(error, path / index) from None
     absent = [name for name in files if not paths[name].exists()]
     if absent:
         raise McaError(
-            f"{path}: {len(absent)} of {counted(len(files), 'file')} named in {INDEX} are missing "
-            f"({', '.join(absent[:4])}{', ...' if len(absent) > 4 else ''}); download them again"
+            f"{path}: {len(absent)} of {counted(len(files), 'file')} named in {index} are missing "
+            f"({first_few(absent)}); download them again"
         )
-    tensors: dict[str, TensorInfo] = {}
+    tensors: dict[str, Tensor] = {}
     faults: list[str] = []
-    for name in files:
+    for file in files:
         try:
-            header = read_header(paths[name])
+            found = read(paths[file])
         except McaError as error:
             faults.append(str(error))
             continue
-        for info in header.tensors.values():
-            if info.name in tensors:
-                faults.append(
-                    f"{path}: tensor {info.name} is in {tensors[info.name].file.name} and in {name}"
-                )
-            tensors[info.name] = info
+        twice = tensors.keys() & found.keys()
+        faults += (f"{path}: tensor {name} is in {tensors[name].file.name} and in {file}" for name in twice)
+        tensors |= found
     raise_problems(faults, path, shown=_SHOWN)
-    _require_index(path, weight_map, tensors)
-    return list(tensors.values())
-
-
-def _require_index(path: Path, weight_map: dict[str, str], tensors: dict[str, TensorInfo]) -> None:
-    require_same_names(tensors.keys(), weight_map.keys(), path / INDEX, "the files and their index")
+    require_same_names(tensors.keys(), weight_map.keys(), path / index, "the files and their index")
     for name, file in weight_map.items():
         if tensors[name].file.name != PurePosixPath(file).name:
             raise McaError(
-                f"{path / INDEX}: says that {name} is in {file}, it is in {tensors[name].file.name}"
+                f"{path / index}: says that {name} is in {file}, it is in {tensors[name].file.name}"
                 "; fetch the checkpoint again"
             )
+    return list(tensors.values())
 
 
 class ConfigOnlySource(HfSourceBase):
@@ -354,6 +348,3 @@ class ConfigOnlySource(HfSourceBase):
 
         with named_config_errors(self.path):
             return config_only_linear(linear, self._quantised, self._read_as)
-
-    def check_duplicates(self) -> None:
-        """Nothing is stored twice."""

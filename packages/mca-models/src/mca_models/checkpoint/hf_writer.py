@@ -70,12 +70,11 @@ class HfTensors:
         for param in self.params:
             name = param.mca_name()
             self._add(param, dtypes[name], wholes[name])
-        self.duplicates = self._duplicates()
-        for name, other in self.duplicates.items():
-            self.tensors[name] = self.tensors[other]
-        self._copies: dict[str, tuple[str, ...]] = {}
-        for name, other in self.duplicates.items():
-            self._copies[other] = (*self._copies.get(other, ()), name)
+        known = get_family(config.model_type).duplicated_hf_tensors(config)
+        self.duplicates = {
+            name: known[name] for name in config.extra.get("hf_duplicates", ()) if name in known
+        }
+        self.tensors |= {name: self.tensors[other] for name, other in self.duplicates.items()}
 
     def _add(self, param: Param, dtype: str, whole: Shape) -> None:
         experts = self.config.num_experts
@@ -88,28 +87,16 @@ class HfTensors:
                 self.scales[name] = name + SCALE_SUFFIX
                 self.tensors[name + SCALE_SUFFIX] = (fp8_write.SCALE_CODE, fp8_write.scale_shape(full))
 
-    def _duplicates(self) -> dict[str, str]:
-        """Return the tensors that are written twice."""
-        known = get_family(self.config.model_type).duplicated_hf_tensors(self.config)
-        return {name: known[name] for name in self.config.extra.get("hf_duplicates", ()) if name in known}
-
     def written_as(self, name: str) -> tuple[str, ...]:
         """Return ``name`` and every tensor that is written as a copy of it: a tied model's head."""
-        return (name, *self._copies.get(name, ()))
+        return (name, *(copy for copy, other in self.duplicates.items() if other == name))
 
 
 class HfLayout(HfTensors):
     """All tensors of a HF checkpoint and the files they go to, before any byte is written.
 
-    A file is closed when the next tensor would take it over ``max_shard_bytes``.
-
-    Args:
-        params: All parameters of the model.
-        config: Of the model, with its final dtype.
-        dtypes: Safetensors code of each parameter, by canonical name.
-        wholes: Whole shape of each, without vocabulary padding.
-        max_shard_bytes: Size limit of one file's tensors.
-        fp8: Weights of linears as blocks of fp8.
+    A file is closed when the next tensor would take it over ``max_shard_bytes``; the other arguments are those of
+    `HfTensors`.
 
     Raises:
         McaError: As `HfTensors`, or ``config.json`` cannot be written.
@@ -184,8 +171,3 @@ class HfLayout(HfTensors):
 def config_text(config: McaModelConfig, more: JsonObject | None = None) -> bytes:
     """The contents of ``config.json``: made before any weight is written, as it may be that it cannot be."""
     return json.dumps(config_to_hf(config) | (more or {}), indent=2, ensure_ascii=False).encode() + b"\n"
-
-
-def write_config(directory: Path, text: bytes) -> int:
-    """Write ``config.json`` into ``directory``; returns its size."""
-    return write_file(directory / CONFIG, text)

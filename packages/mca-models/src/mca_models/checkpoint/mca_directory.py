@@ -26,15 +26,16 @@ from mca_models.checkpoint.placement import (
     stored_params,
 )
 from mca_models.storage.atomic import write_file
-from mca_models.storage.byte_ranges import Gather, Shape
+from mca_models.storage.byte_ranges import Shape
 from mca_models.storage.copy_plan import Rule, Side, part_shapes
 from mca_models.storage.manifest import FILE_NAME as MANIFEST
 from mca_models.storage.manifest import FileRecord, Manifest, TensorRecord
 from mca_models.storage.safetensors import TensorInfo, read_header
 from mca_models.storage.source import (
+    ModelSource,
     Part,
     checked_parts,
-    plan_gathers,
+    first_few,
     require_full_shape,
     require_same_names,
 )
@@ -53,7 +54,7 @@ def iteration_name(iteration: int) -> str:
     return f"iter_{iteration:07d}"
 
 
-class McaSource:
+class McaSource(ModelSource):
     """An MCA directory, opened: every file and piece that its configuration and manifest demand is there.
 
     Args:
@@ -85,10 +86,9 @@ class McaSource:
         # with fewer files than ranks there is no need to think up the names of all
         expected = shards_by_file(self.params, self.config) if max(layout.tp, experts) <= count else {}
         if self.manifest.files.keys() != expected.keys():
-            faults = sorted(self.manifest.files.keys() ^ expected.keys())
+            faults = first_few(self.manifest.files.keys() ^ expected.keys())
             raise McaError(
-                f"{self.folder / MANIFEST}: its files are not those of layout {self.config.layout} "
-                f"({', '.join(faults[:4])}{', ...' if len(faults) > 4 else ''})"
+                f"{self.folder / MANIFEST}: its files are not those of layout {self.config.layout} ({faults})"
             )
         infos = {}
         for name, record in self.manifest.files.items():
@@ -115,9 +115,6 @@ class McaSource:
         side = shard_count(param, self.config.layout)
         return checked_parts(param, record.shape, side, infos, self.config.num_experts)
 
-    def check_duplicates(self) -> None:
-        """Do nothing: every shard is stored once."""
-
     def tensors(self) -> Iterable[TensorInfo]:
         """Yield every stored shard."""
         for infos in self._infos.values():
@@ -134,10 +131,6 @@ class McaSource:
     def parts(self, param: Param) -> tuple[Part, ...]:
         """Return the parts that hold ``param``, in the side's order."""
         return self._parts[param.mca_name()]
-
-    def gathers(self, param: Param, side: Side) -> tuple[Gather, ...]:
-        """Plan how to fill the tensors of ``side`` that hold ``param``."""
-        return plan_gathers(param, self.full_shape(param), self.side(param), side)
 
     def full_shape(self, param: Param) -> Shape:
         """Return the full shape of ``param``, without vocabulary padding."""

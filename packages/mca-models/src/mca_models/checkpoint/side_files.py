@@ -1,20 +1,28 @@
-"""The small files of a checkpoint directory that go along with the weights both ways.
+"""The files of a checkpoint directory by their names: those that go along with the weights, and all that it may hold.
 
 Weights, indexes and configurations are not among them; whoever writes a checkpoint writes these itself. Nor is what a
-training run says of itself: the next run that begins from the model writes files of the same names.
+training run says of itself: the next run that begins from the model writes files of the same names. A directory with
+any other file than those of a checkpoint is not replaced.
 """
 
 import json
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import re
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from mca_config.errors import McaError
-from mca_config.files import has_entry, open_regular, resolve_inside, write_error
-from mca_models.storage.staging_folder import close
+from mca_config.files import (
+    has_entry,
+    naming_read_errors,
+    open_regular,
+    read_json,
+    resolve_inside,
+)
+from mca_models.storage.atomic import write_file
+from mca_models.storage.staging_folder import close, staging_folders
 
 logger = logging.getLogger(__name__)
 
@@ -153,12 +161,13 @@ def _is_left(entry: Path) -> bool:
 
 def _checked(source: Path, name: str) -> Path:
     file = resolve_inside(source, name)
-    try:
-        close(open_regular(file))
-    except FileNotFoundError:
-        raise McaError(f"{file}: a link to nothing; put the file itself there, or remove the link") from None
-    except OSError as error:
-        raise McaError(f"{file}: cannot be read ({error.strerror})") from None
+    with naming_read_errors(file):
+        try:
+            close(open_regular(file))
+        except FileNotFoundError:
+            raise McaError(
+                f"{file}: a link to nothing; put the file itself there, or remove the link"
+            ) from None
     return file
 
 
@@ -175,32 +184,75 @@ def copy_side_files(source: Path, target: Path) -> dict[str, int]:
 
 def _copy(file: Path, target: Path) -> int:
     """Copy a file with its permissions, as far as the umask leaves them; returns its size."""
-    with _naming(file, "read"):
-        source = os.fdopen(open_regular(file), "rb")
-    with _naming(file, "read"), source, _naming(target, "written"):  # closing fails too
-        with _naming(file, "read"):
-            mode = os.fstat(source.fileno()).st_mode & 0o777 | 0o600
-        target.parent.mkdir(parents=True, exist_ok=True)
-        flags = os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC
-        with os.fdopen(os.open(target, flags, mode), "wb") as written:
-            while data := _next(source, file):
-                written.write(data)
-            written.flush()
-            os.fsync(written.fileno())
-            return written.tell()
+    with naming_read_errors(file), os.fdopen(open_regular(file), "rb") as source:
+        return write_file(target, _blocks(source, file), os.fstat(source.fileno()).st_mode & 0o777 | 0o600)
 
 
-def _next(source: BinaryIO, file: Path) -> bytes:
-    with _naming(file, "read"):
-        return source.read(_BUFFER_BYTES)
+def _blocks(source: BinaryIO, file: Path) -> Iterator[bytes]:
+    with naming_read_errors(file):
+        while data := source.read(_BUFFER_BYTES):
+            yield data
 
 
-@contextmanager
-def _naming(file: Path, done: str) -> Iterator[None]:
-    """An error of the system is reported for ``file``, which cannot be ``done``."""
+_RECOGNISED = {
+    "config.json": "model_type",
+    "mca_config.json": "mca_version",
+    "adapter_config.json": "peft_type",
+}
+"""Files that identify a checkpoint directory, and the key that they must have."""
+
+_FILES = re.compile(
+    "|".join(
+        (
+            r"(config|generation_config|mca_config|adapter_config)\.json|latest_checkpointed_iteration\.txt",
+            r"(adapter_model|(pytorch_)?model(-\d+-of-\d+)?)\.(safetensors|bin)(\.index\.json)?",
+            r"iter_\d+/(manifest\.json|pp_\d+/(tp_\d+|ep_\d+_etp_\d+)\.safetensors)",
+            r"(tokenizer(_config)?|special_tokens_map|added_tokens|vocab|tekken|normalizer)\.json",
+            r"(vocab|merges)\.txt|(tokenizer|spiece|sentencepiece\.bpe|vocab)\.model|\w+\.tiktoken",
+            r"chat_template\.(jinja|json)|additional_chat_templates/[^/]+\.jinja|\w*processor_config\.json",
+            r"(configuration|modeling|modular|tokenization|(\w+_)?processing)_\w+\.py",
+            r"README\.md|(LICEN[CS]E|NOTICE|USE_POLICY)(\.\w+)?|\.gitattributes",
+        )
+    )
+)
+_CHECKPOINT_FOLDERS = re.compile(r"iter_\d+(/pp_\d+)?|additional_chat_templates")
+
+
+def is_checkpoint(directory: Path) -> bool:
+    """Return whether ``directory`` says of itself that it holds a model or an adapter."""
+    return any(_has_key(directory, file, key) for file, key in _RECOGNISED.items())
+
+
+def _has_key(directory: Path, file: str, key: str) -> bool:
     try:
-        yield
-    except OSError as error:
-        if done == "written":
-            raise write_error(file, error) from None
-        raise McaError(f"{file}: cannot be {done} ({error.strerror})") from None
+        return key in read_json(resolve_inside(directory, file))
+    except McaError:
+        return False
+
+
+def foreign_entry(directory: Path, more: Collection[str] = ()) -> str | None:
+    """The first entry of ``directory`` that is no part of a checkpoint; None if all are.
+
+    Args:
+        directory: A checkpoint's.
+        more: Names of further files that are no loss.
+
+    Returns:
+        Its name relative to ``directory``; that of a folder ends in a slash.
+    """
+    left = {folder.name for folder in staging_folders(directory, directory.resolve().name)}
+    return _foreign(directory, "", more, left)
+
+
+def _foreign(directory: Path, below: str, more: Collection[str], left: Collection[str]) -> str | None:
+    for entry in sorted(directory.iterdir()):
+        name = below + entry.name
+        if entry.is_symlink() or not entry.is_dir():
+            if _FILES.fullmatch(name) is None and name not in more:
+                return name
+        elif name not in left:
+            if _CHECKPOINT_FOLDERS.fullmatch(name) is None:
+                return f"{name}/"
+            if found := _foreign(entry, f"{name}/", more, left):
+                return found
+    return None

@@ -15,7 +15,6 @@ from mca_models.lora.convert import (
     adapter_for,
     cast_adapter,
     convert_adapter,
-    is_adapter,
     load_adapter_rules,
     load_model_config,
     open_adapter,
@@ -27,8 +26,8 @@ from mca_models.lora.mca_directory import (
     with_layout,
     write_mca_adapter,
 )
-from mca_models.lora.merge import MergedSource, merge_to_hf
-from mca_models.lora.peft_directory import PeftTensors, is_peft, open_peft, write_peft
+from mca_models.lora.merge import MergedSource
+from mca_models.lora.peft_directory import PeftTensors, open_peft, write_peft
 from mca_models.lora.rules import AdapterRules, LoraFactors, rules_for_training
 from mca_models.lora.targets import Target
 
@@ -43,12 +42,9 @@ __all__ = [
     "adapter_for",
     "cast_adapter",
     "convert_adapter",
-    "is_adapter",
     "is_mca_adapter",
-    "is_peft",
     "load_adapter_rules",
     "load_model_config",
-    "merge_to_hf",
     "open_adapter",
     "open_mca_adapter",
     "open_peft",

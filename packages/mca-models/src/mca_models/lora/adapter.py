@@ -13,8 +13,8 @@ from mca_config.model_config import McaModelConfig
 from mca_models.lora.config import AdapterConfig
 from mca_models.lora.rules import AdapterRules, LoraFactors, factors_by_weight
 from mca_models.storage.copy_plan import HF, Rule, Side, part_shapes
-from mca_models.storage.finite import counts_in
 from mca_models.storage.source import Part
+from mca_models.storage.values import counts_in
 from mca_models.templates.parts.common import EMBEDDING
 from mca_models.templates.shapes import full_shape
 from mca_models.weights import Param

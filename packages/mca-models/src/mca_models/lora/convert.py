@@ -23,10 +23,10 @@ from mca_models.lora.mca_directory import (
     with_layout,
     write_mca_adapter,
 )
-from mca_models.lora.peft_directory import is_peft, open_peft, stored_tensors, write_peft
+from mca_models.lora.peft_directory import open_peft, stored_tensors, write_peft
 from mca_models.lora.rules import AdapterRules, rules_from_names
 from mca_models.storage.dtypes import numpy_dtype
-from mca_models.storage.finite import counts_in, named_counts
+from mca_models.storage.values import cast_into, counts_in, named_counts
 from mca_models.templates import config_from_hf
 from mca_models.templates.shapes import full_shape
 from mca_models.weights import Param
@@ -36,11 +36,6 @@ logger = logging.getLogger(__name__)
 
 AdapterKind = Literal["mca", "hf"]
 _SAME_MODEL = ("model_type", "num_layers", "hidden_size", "num_attention_heads", "num_moe_experts")
-
-
-def is_adapter(path: Path) -> bool:
-    """Return whether ``path`` looks like an adapter directory, PEFT's or MCA's."""
-    return is_peft(path) or is_mca_adapter(path)
 
 
 def load_model_config(path: Path) -> McaModelConfig:
@@ -162,8 +157,6 @@ def convert_adapter(
 def cast_adapter(adapter: Adapter, code: str) -> Adapter:
     """``adapter`` with its tensors in the dtype of code ``code``; reading raises if values are not finite."""
     import numpy as np
-
-    from mca_models.storage.cast import cast_into
 
     def read(param: Param) -> Array:
         values, name = adapter.read(param), param.hf_names()[0]

@@ -24,14 +24,13 @@ from mca_models.lora.adapter import Adapter, check_shapes
 from mca_models.lora.config import FILE_NAME, AdapterConfig
 from mca_models.lora.rules import rules_from_names
 from mca_models.storage.atomic import atomic_directory, write_file
-from mca_models.storage.checksum import file_crc32
 from mca_models.storage.copy_plan import Side
 from mca_models.storage.dtypes import dtype_code
 from mca_models.storage.manifest import FILE_NAME as MANIFEST
 from mca_models.storage.manifest import FileRecord, Manifest
 from mca_models.storage.safetensors import TensorInfo, plan_file, read_header
 from mca_models.storage.source import Part, checked_parts, require_full_shape, require_same_names
-from mca_models.storage.writer import SafetensorsWriter
+from mca_models.storage.writer import SafetensorsWriter, file_crc32
 from mca_models.templates.shapes import full_shape
 from mca_models.weights import Param
 from mca_models.weights.arrays import Array
@@ -121,6 +120,8 @@ def write_mca_adapter(
         overwrite: Replace an existing ``destination``.
         proceed: Called with the written directory before it is put in place; raises to stop.
     """
+    import numpy as np
+
     adapter = with_layout(adapter, layout)
     plan = plan_adapter(adapter)
     with atomic_directory(destination, overwrite=overwrite, proceed=proceed) as folder:
@@ -129,7 +130,8 @@ def write_mca_adapter(
             target = plan_file(folder / iteration_name(1) / file, plan.specs(file))
             with SafetensorsWriter(target) as writer:
                 for param, rank in pieces:
-                    writer.write(param.mca_name(), _bytes(_piece(adapter, param, rank)))
+                    piece = adapter.piece(param, rank, shard_count(param, layout))
+                    writer.write(param.mca_name(), np.ascontiguousarray(piece))
             records[file] = writer.record
         if side_files is not None:
             copy_side_files(side_files, folder)
@@ -159,13 +161,3 @@ def with_layout(adapter: Adapter, layout: ParallelLayout) -> Adapter:
     names = {*by_name, *(name for param in adapter.params for name in param.hf_names())}
     rules = rules_from_names(model, adapter.config, names)
     return Adapter(model, adapter.config, rules, lambda param: adapter.read(by_name[param.mca_name()]))
-
-
-def _piece(adapter: Adapter, param: Param, rank: int) -> Array:
-    return adapter.piece(param, rank, shard_count(param, adapter.model.layout))
-
-
-def _bytes(x: Array) -> Array:
-    import numpy as np
-
-    return np.ascontiguousarray(x).reshape(-1).view("uint8")

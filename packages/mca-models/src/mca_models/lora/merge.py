@@ -6,7 +6,7 @@ depend on the caller, so a merged model is the same for every order and size of 
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
@@ -14,19 +14,14 @@ import numpy as np
 
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
-from mca_models.checkpoint.hf_writer import MAX_SHARD_BYTES, METADATA, HfLayout
-from mca_models.checkpoint.side_files import copy_side_files
+from mca_models.checkpoint.placement import stored_params
 from mca_models.lora.adapter import Adapter, require_untied
-from mca_models.lora.adapter_head import with_adapter_head
 from mca_models.lora.rules import LoraFactors
-from mca_models.storage.atomic import atomic_directory
 from mca_models.storage.byte_ranges import Gather, Shape, clip
-from mca_models.storage.cast import cast_into
 from mca_models.storage.copy_plan import HF, Rule, Side, part_shapes
 from mca_models.storage.dtypes import DTYPE_NAMES, numpy_dtype
-from mca_models.storage.finite import counts_in, named_counts, non_finite
 from mca_models.storage.lazy_tensor import LazyTensorBase
-from mca_models.storage.safetensors import TensorInfo, plan_file
+from mca_models.storage.safetensors import TensorInfo
 from mca_models.storage.source import (
     ComputedTensor,
     ModelSource,
@@ -35,7 +30,9 @@ from mca_models.storage.source import (
     param_part_shapes,
     plan_gathers,
 )
-from mca_models.storage.writer import SafetensorsWriter
+from mca_models.storage.values import cast_into, counts_in, named_counts, non_finite
+from mca_models.templates import get_family
+from mca_models.templates.classification_head import SCORE, Head, label_names, with_head
 from mca_models.templates.shapes import full_shape
 from mca_models.weights import Param
 from mca_models.weights.arrays import NumpyArray, NumpyDtype
@@ -44,8 +41,11 @@ _BLOCK = 1 << 17
 """Elements of fp32 work at a time: 512 KiB."""
 
 
-class MergedSource:
-    """A checkpoint with an adapter folded in: a ``ModelSource`` whose changed tensors are computed as they are read.
+class MergedSource(ModelSource):
+    """A checkpoint with an adapter folded in, whose changed tensors are computed as they are read.
+
+    An adapter that was trained on a model with a head for scores holds that head itself: ``mca-train reward`` and
+    ``classify`` train such adapters, and PEFT's ``SEQ_CLS`` and ``TOKEN_CLS`` are. The merged model has it too.
 
     Args:
         base: A checkpoint of any kind, opened.
@@ -58,12 +58,22 @@ class MergedSource:
 
     def __init__(self, base: ModelSource, adapter: Adapter, cast: str | None = None) -> None:
         require_untied(adapter, "merging")
-        base = with_adapter_head(base, adapter)
         self.base, self.adapter, self._cast = base, adapter, cast
         self.path: Path = base.path
         self.config: McaModelConfig = base.config
         self.params: Sequence[Param] = base.params
-        known = {param.mca_name() for param in base.params}
+        if adapter.model.head.num_labels is not None and base.config.head.num_labels is None:
+            self.config = with_head(base.config, _head(adapter.model))
+            self.params = stored_params(get_family(self.config.model_type).params(self.config))
+        new = (param for param in self.params if param.hf[0].startswith(f"{SCORE}."))
+        self._new = {} if self.config is base.config else {param.mca_name(): param for param in new}
+        for name, param in self._new.items():
+            if name not in adapter.saved_by_name:
+                raise McaError(
+                    f"the adapter was trained on a model with {param.hf[0]}, which neither it nor {base.path} has; "
+                    "name the model that it was trained on"
+                )
+        known = {param.mca_name() for param in self.params}
         lost = sorted({*adapter.factors_by_name, *adapter.saved_by_name} - known)
         if lost:
             raise McaError(
@@ -93,7 +103,7 @@ class MergedSource:
 
     def _part(self, param: Param, number: int, shape: Shape) -> Part:
         dtype = self._dtype(param, number)
-        if self.base.side(param) is HF and not self._changes(param, number):
+        if not self._changes(param, number) and self.base.side(param) is HF:
             stored = self.base.parts(param)[number]
             if stored.info.dtype == dtype:
                 return stored
@@ -108,16 +118,20 @@ class MergedSource:
         )
 
     def _dtype(self, param: Param, number: int) -> str:
-        return _cast_dtype(param, self.stored_dtype(param, number), self._cast)
+        own, cast = self.stored(param, number).dtype, self._cast
+        return cast if cast and own in DTYPE_NAMES and (cast == "F32" or not param.keep_fp32) else own
 
-    def stored_dtype(self, param: Param, number: int) -> str:
-        """The code of what the base model has of HF tensor ``param.hf[number]``."""
+    def stored(self, param: Param, number: int) -> TensorInfo | ComputedTensor:
+        """What the base model has of HF tensor ``param.hf[number]``; its embedding in place of a head."""
+        if param.mca_name() in self._new:
+            param, number = self.base.params[0], 0
         parts = self.base.parts(param)
-        return parts[number if self.base.side(param) is HF else 0].info.dtype
+        return parts[number if self.base.side(param) is HF else 0].info
 
     def full_shape(self, param: Param) -> Shape:
         """Return the full shape of ``param``, without vocabulary padding."""
-        return self.base.full_shape(param)
+        new = param.mca_name() in self._new
+        return full_shape(param, self.config) if new else self.base.full_shape(param)
 
     def gathers(self, param: Param, side: Side) -> tuple[Gather, ...]:
         """Plan how to fill the tensors of ``side`` that hold ``param``."""
@@ -155,6 +169,16 @@ class MergedSource:
                 yield pair, b[number * rows : (number + 1) * rows], slice(0, rows)
 
 
+def _head(model: McaModelConfig) -> Head:
+    hf = model.hf_config
+    return Head(
+        kind=model.head.head_kind,
+        labels=label_names(model),
+        problem_type=hf.get("problem_type"),
+        pad_token_id=hf.get("pad_token_id"),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class MergedTensor(LazyTensorBase):
     """HF tensor ``param.hf[number]`` (an expert's own entry of a stacked one) after merging.
@@ -180,8 +204,8 @@ class MergedTensor(LazyTensorBase):
 
     @property
     def file(self) -> Path:
-        """File in which the base model's weight begins."""
-        return self.source.base.parts(self.param)[0].info.file
+        """File of the base model's weight."""
+        return self.source.stored(self.param, self.number).file
 
     def read(self, start: int = 0, stop: int | None = None) -> NumpyArray:
         """Rows ``start:stop``: those of all blocks that they touch are computed."""
@@ -201,7 +225,7 @@ class MergedTensor(LazyTensorBase):
 
     def _block(self, start: int, stop: int) -> NumpyArray:
         """Rows ``start:stop`` in their stored dtype, or wide where they are to be cast or the adapter saved them."""
-        own = numpy_dtype(self.source.stored_dtype(self.param, self.number))
+        own = numpy_dtype(self.source.stored(self.param, self.number).dtype)
         weight = self._stored(start, stop, own)
         if numpy_dtype(self.dtype) != own:
             weight = weight.astype(_work(own))
@@ -299,70 +323,3 @@ def add_product(weight: NumpyArray, a: NumpyArray, b: NumpyArray, scale: float) 
 def _work(dtype: NumpyDtype) -> NumpyDtype:
     """The type in which weights of ``dtype`` are computed with."""
     return np.dtype(np.float64 if dtype == np.float64 else np.float32)
-
-
-def merge_to_hf(
-    base: ModelSource,
-    adapter: Adapter,
-    destination: Path,
-    *,
-    cast: str | None = None,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-) -> None:
-    """Write the HF directory of ``base`` with ``adapter`` folded in; ``mca-convert --merge`` does it with threads.
-
-    Args:
-        base: A checkpoint of any kind, opened.
-        adapter: An adapter of that model.
-        destination: The directory; must be absent or empty.
-        cast: Safetensors code (``BF16``, ``F16``, ``F32``) that weights are written in; None: their own.
-        max_shard_bytes: Size limit of one file's tensors.
-
-    Raises:
-        McaError: The adapter does not fit, or a merged or cast weight is not finite.
-    """
-    source = MergedSource(base, adapter, cast)
-    dtypes = {
-        param.mca_name(): _cast_dtype(param, source.parts(param)[0].info.dtype, cast)
-        for param in source.params
-    }
-    config: McaModelConfig = replace(source.config, dtype=DTYPE_NAMES[cast]) if cast else source.config  # type: ignore[arg-type]
-    wholes = {param.mca_name(): source.full_shape(param) for param in source.params}
-    layout = HfLayout(source.params, config, dtypes, wholes, max_shard_bytes)
-    with atomic_directory(destination) as folder:
-        for file in layout.files:
-            with SafetensorsWriter(plan_file(folder / file, layout.specs(file), METADATA)) as writer:
-                _write_file(writer, layout, file, source)
-        copy_side_files(base.path, folder)
-        layout.finish(folder)
-
-
-def _cast_dtype(param: Param, own: str, cast: str | None) -> str:
-    """The code that ``param``, stored as ``own``, is written in."""
-    return cast if cast and own in DTYPE_NAMES and (cast == "F32" or not param.keep_fp32) else own
-
-
-def _write_file(writer: SafetensorsWriter, layout: HfLayout, file: str, source: ModelSource) -> None:
-    """Write every tensor of ``file``: a stacked one expert by expert."""
-    wanted = set(layout.files[file])
-    for param in layout.params:
-        for number, name in enumerate(param.hf_names()):
-            targets = [target for target in layout.written_as(name) if target in wanted]
-            if not targets:
-                continue
-            data = _whole_tensor(source, param, number, numpy_dtype(layout.tensors[name][0]))
-            start = (param.expert or 0) * data.nbytes if param.stacked else 0
-            for target in targets:
-                writer.write(target, data.view("uint8"), start)
-
-
-def _whole_tensor(source: ModelSource, param: Param, number: int, dtype: NumpyDtype) -> NumpyArray:
-    """HF tensor ``param.hf[number]``, flat."""
-    gather, parts = source.gathers(param, HF)[number], source.parts(param)
-    own = np.empty(gather.size, numpy_dtype(parts[0].info.dtype))
-    fill(own, gather, parts)
-    if own.dtype == dtype:
-        return own
-    out = np.empty(own.shape, dtype)
-    cast_into(own, out, param.hf_names()[number])
-    return out

@@ -5,49 +5,47 @@ Stacked expert parameters are kept by PEFT as two matrices for all experts:
     lora_A [experts * rank, in]    the rows of expert 0, of expert 1, ...
     lora_B [out, rank * experts]   column 0 of every expert, column 1 of every expert, ...
 
-and are seen here as ``[experts, rank, in]`` and ``[experts, out, rank]``.
+and are seen here as ``[experts, rank, in]`` and ``[experts, out, rank]``. vLLM and SGLang load most MoE models in
+another layout, with separate linears: each expert's gate and up have the same lora_A, and their own rows of its lora_B.
+A model whose checkpoints have stacked experts too (gpt-oss) has no such linears: engines load PEFT's matrices for it.
 """
 
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
 from mca_config.errors import McaError
 from mca_config.files import has_entry, resolve_inside
+from mca_config.model.head import HeadKind
 from mca_config.model_config import McaModelConfig
-from mca_config.types import Values
+from mca_config.types import JsonObject, Values
 from mca_models.checkpoint.hf_writer import METADATA
-from mca_models.checkpoint.mca_directory import is_mca
 from mca_models.checkpoint.side_files import copy_side_files
 from mca_models.lora.adapter import Adapter, check_shapes, expected_shapes
-from mca_models.lora.adapter_head import model_with_head
 from mca_models.lora.config import FILE_NAME, AdapterConfig
-from mca_models.lora.rules import rules_from_names
-from mca_models.lora.targets import unused_modules
-from mca_models.lora.unmatched_entries import ineffective_exclusions, unmatched_entries
+from mca_models.lora.peft_names import ineffective_exclusions, unmatched_entries
+from mca_models.lora.rules import PREFIX, AdapterRules, LoraFactors, rules_from_names
+from mca_models.lora.targets import Target, linear_targets, unused_modules
 from mca_models.storage.atomic import atomic_directory, write_file
-from mca_models.storage.copy_plan import HF, Side
+from mca_models.storage.copy_plan import HF, Rule, Side, part_shapes
 from mca_models.storage.dtypes import dtype_code
 from mca_models.storage.safetensors import plan_file, read_header
 from mca_models.storage.source import Part, checked_parts, param_part_shapes, require_same_names
 from mca_models.storage.writer import SafetensorsWriter
 from mca_models.templates import get_family
+from mca_models.templates.classification_head import SCORE, Head, with_head
 from mca_models.templates.shapes import full_shape
-from mca_models.torch_checkpoint.hf_bin import read_tensors
+from mca_models.torch_checkpoint.torch_file import read_tensors
 from mca_models.weights import Param
 from mca_models.weights.arrays import Array
 
 logger = logging.getLogger(__name__)
 
+_TASKS: dict[str, HeadKind] = {"SEQ_CLS": "sequence_classification", "TOKEN_CLS": "token_classification"}
 _BASE, _FACTOR = "base_model.model.", re.compile(r"\.lora_[AB]\.weight$")
 WEIGHTS, PICKLE = "adapter_model.safetensors", "adapter_model.bin"
-
-
-def is_peft(path: Path) -> bool:
-    """Return whether ``path`` looks like a PEFT adapter directory."""
-    return has_entry(path, FILE_NAME) and not is_mca(path)
 
 
 def open_peft(path: Path, model: McaModelConfig) -> Adapter:
@@ -63,7 +61,7 @@ def open_peft(path: Path, model: McaModelConfig) -> Adapter:
         raise McaError(f"{file}: {refused[0]}: adapters on embeddings are not supported; use modules_to_save")
     _require_adaptable(infos, model, file)
     infos = _without_unused(infos, model, file)
-    model = model_with_head(model, config.document, infos)
+    model = _model_with_head(model, config.document, infos)
     rules = rules_from_names(model, config, infos.keys())
     expected = {name for param in rules.params for name in param.hf_names()}
     require_same_names(infos.keys(), expected, path, f"{file.name} and {FILE_NAME}")
@@ -77,6 +75,22 @@ def open_peft(path: Path, model: McaModelConfig) -> Adapter:
         return HF, checked_parts(param, full_shape(param, model), HF, stored, model.num_experts or 1)
 
     return check_shapes(Adapter(model, config, rules, stacks.read, saved_parts), file)
+
+
+def _model_with_head(model: McaModelConfig, adapter: Values, tensors: Values) -> McaModelConfig:
+    """``model``, or that with the head which a PEFT adapter holds.
+
+    Args:
+        model: The base model.
+        adapter: PEFT's configuration.
+        tensors: What is stored, by name.
+    """
+    kind = _TASKS.get(str(adapter.get("task_type")))
+    own = next((info for name, info in tensors.items() if name.endswith(f".{SCORE}.weight")), None)
+    if kind is None or own is None or model.head.num_labels is not None:
+        return model
+    labels = tuple(f"LABEL_{number}" for number in range(own.shape[0]))
+    return with_head(model, Head(kind=kind, labels=labels))
 
 
 def _require_adaptable(infos: Values, model: McaModelConfig, file: Path) -> None:
@@ -213,7 +227,107 @@ def write_peft(
         specs = [(name, dtype_code(x.dtype), tuple(x.shape)) for name, x in arrays.items()]
         with SafetensorsWriter(plan_file(folder / WEIGHTS, specs, METADATA)) as writer:
             for name, x in arrays.items():
-                writer.write(name, x.reshape(-1).view("uint8"))
+                writer.write(name, x)
         if side_files is not None:
             copy_side_files(side_files, folder)
         write_file(folder / FILE_NAME, adapter.config.to_json().encode())
+
+
+def per_expert_tensors(adapter: Adapter) -> Iterator[tuple[str, Array]]:
+    """Yield the tensors of ``adapter`` by name, those of stacked experts as factors of each expert's linears."""
+    import numpy as np
+
+    factors = ExpertFactors(adapter.rules, adapter.model)
+    stored = PeftTensors(adapter)
+    stacked = {name for _, param in factors.names.values() for name in param.hf_names()}
+    for name in sorted(stored.sources.keys() - stacked):
+        yield name, stored.array(name)
+    for name, (_, param) in factors.names.items():
+        for hf, array in factors.split(name, adapter.read(param)).items():
+            yield hf, np.ascontiguousarray(array)
+
+
+def require_per_expert(rules: AdapterRules, model: McaModelConfig) -> None:
+    """Check that each adapted expert of ``model`` has separate linears.
+
+    Raises:
+        McaError: Its checkpoints have stacked experts.
+    """
+    _expert_linears(rules, model)
+
+
+def per_expert_config(document: JsonObject, rules: AdapterRules, model: McaModelConfig) -> JsonObject:
+    """Return ``document`` of ``adapter_config.json`` with the experts' linears in ``target_modules``.
+
+    Raises:
+        McaError: Experts have several ranks or alphas, or no separate linears.
+    """
+    linears = _expert_linears(rules, model)
+    if not linears:
+        return document
+    ranks = {(pair.rank, pair.scale) for pair in _stacked(rules)}
+    if len(ranks) > 1:
+        raise McaError(
+            "per_expert: experts have several ranks or alphas (rank_pattern, alpha_pattern); use one"
+        )
+    names = dict.fromkeys(target.label for targets in linears.values() for target in targets)
+    others = dict.fromkeys(pair.target.label for pair in rules.factors if not pair.target.stacked)
+    return {**document, "target_modules": [*(others | names)], "target_parameters": None}
+
+
+def _stacked(rules: AdapterRules) -> Sequence[LoraFactors]:
+    return [pair for pair in rules.factors if pair.target.stacked]
+
+
+def _expert_linears(rules: AdapterRules, model: McaModelConfig) -> Mapping[str, Sequence[Target]]:
+    """Return the linears of each adapted expert weight, by its canonical name, in the order of its rows."""
+    wanted = {pair.target.base.mca_name() for pair in _stacked(rules)}
+    linears: dict[str, list[Target]] = {}
+    for target in linear_targets(model) if wanted else ():
+        if target.base.expert is not None and target.base.mca_name() in wanted:
+            linears.setdefault(target.base.mca_name(), []).append(target)
+    if missing := sorted(wanted - linears.keys()):
+        raise McaError(
+            f"per_expert: {model.model_type} checkpoints have stacked experts ({missing[0]}); "
+            "inference engines load PEFT's layout for this model, so remove per_expert"
+        )
+    return linears
+
+
+class ExpertFactors:
+    """Factors of stacked experts, each of which is split into those of its expert's linears.
+
+    Args:
+        rules: Rules of an adapter.
+        model: The model.
+
+    Raises:
+        McaError: The checkpoints of ``model`` have stacked experts.
+    """
+
+    def __init__(self, rules: AdapterRules, model: McaModelConfig) -> None:
+        self._model = model
+        self._linears = _expert_linears(rules, model)
+        self.names: Mapping[str, tuple[LoraFactors, Param]] = {
+            param.mca_name(): (pair, param) for pair in _stacked(rules) for param in (pair.a, pair.b)
+        }
+
+    def split(self, name: str, full: Array) -> dict[str, Array]:
+        """Return the factors of the linears by PEFT's names.
+
+        Args:
+            name: Canonical name of one of `names`.
+            full: The full tensor.
+        """
+        pair, param = self.names[name]
+        (matrix,) = param.from_full(full)
+        first, found = 0, {}
+        for target in self._linears[pair.target.base.mca_name()]:
+            if param is pair.a:
+                found[f"{PREFIX}{target.module}.lora_A.weight"] = matrix
+                continue
+            shapes = part_shapes(Rule.from_param(target.base), full_shape(target.base, self._model), HF)
+            rows = shapes[target.part][0]
+            found[f"{PREFIX}{target.module}.lora_B.weight"] = matrix[first : first + rows]
+            first += rows
+        return found

@@ -1,6 +1,7 @@
 """Names in a new adapter's configuration that make PEFT adapt, exclude and save the same modules as mca.
 
-`config` reads all other settings. A warning names factors of single experts, which PEFT does not load as they are.
+`config` reads all other settings. A warning names factors of single experts, which PEFT does not load as they are, and
+entries that match nothing in a model, most of which PEFT ignores silently.
 """
 
 import re
@@ -9,9 +10,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Typed
 from mca_models.lora.config import ALL_LINEAR, AdapterConfig, ends_with
-from mca_models.lora.targets import UNSAVED, Target, linear_targets, stacked_targets
+from mca_models.lora.targets import UNSAVED, Target, linear_targets, named_params, stacked_targets
 from mca_models.templates import get_family
-from mca_models.weights import Stage
+from mca_models.weights import Param, Stage
 
 _NOT_BUILT = (Stage.MTP, Stage.PASSTHROUGH)
 """Parameters that HF models do not have."""
@@ -208,18 +209,12 @@ def _ends(name: str) -> Iterator[str]:
 
 def _module_names(config: McaModelConfig) -> set[str]:
     """All modules of the HF model that have weights, and those that hold them."""
-    family = get_family(config.model_type)
-    params = (
-        each for each in family.params(family.with_module_names(config)) if each.stage not in _NOT_BUILT
-    )
-    words = [name.split(".")[:-1] for each in params for name in each.hf_names()]
-    return {".".join(each[:count]) for each in words for count in range(1, len(each) + 1)}
+    return _modules(each for each in named_params(config) if each.stage not in _NOT_BUILT)
 
 
 def _named_saved(adapter: AdapterConfig, config: McaModelConfig) -> Iterator[str]:
     """``modules_to_save``; a name that modules of the vision model have too is replaced by those of the others."""
-    family = get_family(config.model_type)
-    params = family.params(family.with_module_names(config))
+    params = named_params(config)
     for entry in adapter.modules_to_save:
         saved = AdapterConfig({"modules_to_save": [entry]})
         found = [(each.stage, name) for each in params for name in each.hf_names() if saved.saves(name)]
@@ -341,3 +336,88 @@ def _scaled(adapter: AdapterConfig, joined: Sequence[Target]) -> bool:
     usual = adapter.without_pattern("r"), adapter.without_pattern("lora_alpha")
     sizes = {(adapter.rank(each.module), adapter.alpha(each.module)) for each in joined}
     return bool(sizes) and (bool(adapter.document.get("use_rslora")) or sizes != {usual})
+
+
+_NAMED = {"target_modules": "module", "target_parameters": "parameter"}
+"""Kind of the entries of each list."""
+
+
+def unmatched_entries(
+    config: McaModelConfig, adapter: AdapterConfig, adapted: Sequence[Target]
+) -> Iterator[str]:
+    """Yield a message for each entry that matches nothing, apart from ``exclude_modules``.
+
+    Args:
+        config: The model.
+        adapter: The adapter's configuration.
+        adapted: What of the model has factors.
+    """
+    nothing = f"names nothing of this {config.model_type} model"
+    for key in _NAMED:
+        if left := _not_among(_names(adapted, key), _entries(adapter, key)):
+            yield from _misnamed(config, key, left)
+    saved, found = extra_modules_to_save(adapter), _both_names(adapted)
+    params = named_params(config) if saved else []
+    whole = [name for param in params if param.stage not in UNSAVED for name in param.hf_names()]
+    for entry in saved:
+        if not any(AdapterConfig({"modules_to_save": [entry]}).saves(name) for name in whole):
+            yield f"modules_to_save: {entry!r} {nothing} that can be saved whole; correct or remove it"
+    for key in ("rank_pattern", "alpha_pattern"):
+        for pattern in adapter.document.get(key) or ():
+            if not any(adapter.names(pattern, name) for name in found):
+                yield f"{key}: {pattern!r} matches nothing that is adapted; correct or remove it"
+
+
+def ineffective_exclusions(config: McaModelConfig, adapter: AdapterConfig) -> Iterator[str]:
+    """Yield a message for each entry of ``exclude_modules`` that is no module with weights."""
+    excluded = _entries(adapter, "exclude_modules")
+    for entry in excluded and _not_among(_modules(named_params(config)), excluded):
+        yield f"exclude_modules: {entry!r} excludes nothing of this {config.model_type} model; correct or remove it"
+
+
+def _misnamed(config: McaModelConfig, key: str, entries: Sequence[str]) -> Iterator[str]:
+    """Yield a message for each of ``entries`` that matches nothing in ``key``."""
+    model, targets = f"this {config.model_type} model", [*linear_targets(config), *stacked_targets(config)]
+    (other,) = _NAMED.keys() - {key}
+    for entry in _not_among(_names(targets, key), entries):
+        if entry == ALL_LINEAR:
+            what = f"names nothing of {model}; it must be the only value"
+            remedy = "remove the other names, or name the linears instead of it"
+        elif not _not_among(_names(targets, other), [entry]):
+            what, remedy = f"is a {_NAMED[other]} of {model}, not a {_NAMED[key]}", f"move it to {other}"
+        elif _not_among(_present(config, key), [entry]):
+            what, remedy = f"names nothing of {model}", "correct or remove it"
+        else:
+            what, remedy = f"is a {_NAMED[key]} of {model} that cannot carry an adapter here", "remove it"
+        yield f"{key}: {entry!r} {what}; {remedy}"
+
+
+def _entries(adapter: AdapterConfig, key: str) -> list[str]:
+    value = adapter.document.get(key)
+    return list(value) if isinstance(value, list) else []
+
+
+def _not_among(names: Collection[str], entries: Iterable[str]) -> list[str]:
+    return [entry for entry in entries if not any(ends_with(name, [entry]) for name in names)]
+
+
+def _both_names(targets: Iterable[Target]) -> list[str]:
+    return [name for target in targets for name in (target.module, f"{target.module}.weight")]
+
+
+def _names(targets: Iterable[Target], key: str) -> list[str]:
+    """Return the names by which ``targets`` can be given in ``key``: stacked parameters are no modules."""
+    if key == "target_modules":
+        return [target.module for target in targets if not target.stacked]
+    return [target.module if target.stacked else f"{target.module}.weight" for target in targets]
+
+
+def _present(config: McaModelConfig, key: str) -> set[str]:
+    """Return the names of all modules or parameters that ``key`` could name."""
+    params = named_params(config)
+    return _modules(params) if key == "target_modules" else {n for param in params for n in param.hf_names()}
+
+
+def _modules(params: Iterable[Param]) -> set[str]:
+    words = [name.split(".") for param in params for name in param.hf_names()]
+    return {".".join(each[:count]) for each in words for count in range(1, len(each))}

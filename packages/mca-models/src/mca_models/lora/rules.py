@@ -21,9 +21,8 @@ from dataclasses import dataclass, replace
 from mca_config.errors import McaError, raise_problems
 from mca_config.model_config import McaModelConfig
 from mca_models.lora.config import AdapterConfig
-from mca_models.lora.peft_names import peft_load_warnings
-from mca_models.lora.targets import UNSAVED, Target, linear_targets, stacked_targets
-from mca_models.lora.unmatched_entries import ineffective_exclusions, unmatched_entries
+from mca_models.lora.peft_names import ineffective_exclusions, peft_load_warnings, unmatched_entries
+from mca_models.lora.targets import UNSAVED, Target, linear_targets, named_params, stacked_targets
 from mca_models.templates import get_family
 from mca_models.weights import COLUMN, REPLICATED, ROW, Param, Shard, Stage
 from mca_models.weights.layouts import SEPARATE, Concat, GroupedHeads
@@ -234,9 +233,7 @@ def _with_prefix(param: Param, wrapped: str) -> Param:
 
 
 def _base_params(config: McaModelConfig) -> Iterator[Param]:
-    family = get_family(config.model_type)
-    params = family.params(family.with_module_names(config))
-    return (param for param in params if not param.alias_of and param.stage not in UNSAVED)
+    return (param for param in named_params(config) if not param.alias_of and param.stage not in UNSAVED)
 
 
 def _checked(config: McaModelConfig, adapter: AdapterConfig, rules: AdapterRules) -> AdapterRules:

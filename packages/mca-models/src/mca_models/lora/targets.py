@@ -140,16 +140,20 @@ def _vision_targets(param: Param, config: McaModelConfig) -> Iterator[Target]:
         yield Target(param.hf_names()[0].removesuffix(".weight"), param, 0)
 
 
+def named_params(config: McaModelConfig) -> list[Param]:
+    """Return the parameters of the model, by the names that its modules have."""
+    family = get_family(config.model_type)
+    return family.params(family.with_module_names(config))
+
+
 def unused_modules(config: McaModelConfig) -> frozenset[str]:
     """Return PEFT's names of the tower's linears on which no feature depends, such as a last layer of LLaVA."""
-    family = get_family(config.model_type)
-    vision = family.vision
-    params = [] if vision is None else family.params(family.with_module_names(config))
+    if (vision := get_family(config.model_type).vision) is None:
+        return frozenset()
     return frozenset(
         param.hf_names()[0].removesuffix(".weight")
-        for param in params
-        if vision is not None
-        and param.stage is Stage.VISION
+        for param in named_params(config)
+        if param.stage is Stage.VISION
         and len(param.shape or ()) == 2
         and vision.component(param.mca.removeprefix(PREFIX), config) == "unused"
     )

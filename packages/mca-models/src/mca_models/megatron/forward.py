@@ -23,12 +23,12 @@ from mca_config.types import JsonObject
 from mca_models.megatron import platform
 from mca_models.megatron.distributed import parallel
 from mca_models.megatron.distributed.collectives import run_on_all_ranks_unwrapped
+from mca_models.megatron.distributed.parallel import LiveModel
 from mca_models.megatron.features.media import image_problems
 from mca_models.megatron.features.processor_media import LocatedMedia, sequence_media
 from mca_models.megatron.features.sequence_media import SequenceMedia, media_joiner
 from mca_models.megatron.layers.rope import length_dependent_ropes, set_longest_sequence
 from mca_models.megatron.layers.zigzag import restore_token_order, take_rank_tokens
-from mca_models.megatron.live_model import LiveModel
 from mca_models.megatron.tensors import weights_dtype
 from mca_models.megatron.types import GptModel, MegatronModule
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mca_models.storage.cast import can_overflow, overflow, round_to_odd
 from mca_models.storage.dtypes import numpy_dtype
+from mca_models.storage.values import can_overflow, overflow, round_to_odd
 from mca_models.weights.arrays import NumpyArray
 
 CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
@@ -43,7 +43,7 @@ def to_numpy(tensor: Tensor) -> NumpyArray:
 
 
 def copy_finite(target: Tensor, source: Tensor, name: str) -> None:
-    """Copy ``source`` into ``target``, cast if necessary, as `mca_models.storage.cast` does for NumPy.
+    """Copy ``source`` into ``target``, cast if necessary, as `mca_models.storage.values` does for NumPy.
 
     Raises:
         McaError: A finite value of tensor ``name`` becomes infinite.

@@ -381,16 +381,9 @@ class VirtualModels(torch.nn.Module):
     ) -> Iterator[WeightBucket]:
         """Yield whole buckets of `export_weights`, for transports of one buffer; collective.
 
-        Args:
-            to: As for `export_weights`.
-            bucket_bytes: As for `export_weights`.
-            dtype: As for `export_weights`.
-            fp8: As for `export_weights`.
-            split_experts: Send tensors that hold all experts of a layer as slices within ``bucket_bytes``, so that none
-                is gathered in full: entries with ``start``, which ``bucket.tensors()`` yields as
-                ``(name, tensor, start)`` and `load_weights` takes.
-            merged: As for `export_weights`.
-            per_expert: As for `export_weights`.
+        The arguments are those of `export_weights`, and ``split_experts``: it sends tensors that hold all experts of a
+        layer as slices within ``bucket_bytes``, so that none is gathered in full: entries with ``start``, which
+        ``bucket.tensors()`` yields as ``(name, tensor, start)`` and `load_weights` takes.
         """
         request = WeightRequest(
             to=to,
@@ -421,14 +414,9 @@ class VirtualModels(torch.nn.Module):
     ) -> WeightSender:
         """Return a sender whose ``buckets()`` yield all weights once and later only what changed; collective.
 
-        Args:
-            to: As for `export_weights`.
-            bucket_bytes: As for `export_weights`.
-            dtype: As for `export_weights`; a weight that is equal after the cast has not changed.
-            fp8: As for `export_weights`.
-            split_experts: As for `export_buckets`; each expert counts by itself.
-            merged: As for `export_weights`.
-            checksums: Record a CRC-32 of each tensor in the sender's manifest; its bytes pass through the CPU.
+        The arguments are those of `export_buckets`, and ``checksums``: it records a CRC-32 of each tensor in the
+        sender's manifest, for which its bytes pass through the CPU. A weight that is equal after the cast to ``dtype``
+        has not changed. With ``split_experts`` each expert counts by itself.
         """
         request = WeightRequest(
             to=to, bucket_bytes=bucket_bytes, dtype=dtype, fp8=fp8, split_experts=split_experts, merged=merged

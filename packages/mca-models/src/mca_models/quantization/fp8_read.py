@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 
 from mca_config.errors import McaError
-from mca_models.storage.cast import cast_into
 from mca_models.storage.dtypes import numpy_dtype
 from mca_models.storage.lazy_tensor import FlatRows, LazyTensorBase, Shape
 from mca_models.storage.safetensors import TensorInfo
+from mca_models.storage.values import cast_into
 from mca_models.weights.arrays import NumpyArray
 
 FP8 = ("F8_E4M3", "F8_E5M2")
@@ -96,11 +96,8 @@ class Fp8Tensor(LazyTensorBase):
             values = stored.astype(np.float32)
         experts = prod(self.shape[:-2])
         rows, columns = (-(-size // part) for size, part in zip(self.shape[-2:], self.block, strict=True))
-        return np.broadcast_to(values.reshape(-1, *_grid(values, rows, columns)), (experts, rows, columns))
-
-
-def _grid(values: NumpyArray, rows: int, columns: int) -> Shape:
-    return (1, 1) if values.size == 1 else (rows, columns)
+        grid = (1, 1) if values.size == 1 else (rows, columns)
+        return np.broadcast_to(values.reshape(-1, *grid), (experts, rows, columns))
 
 
 def fp8_tensor(weight: TensorInfo, scale: TensorInfo, block: tuple[int, int] | None, dtype: str) -> Fp8Tensor:

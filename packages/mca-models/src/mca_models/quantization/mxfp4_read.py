@@ -16,10 +16,10 @@ from pathlib import Path
 import numpy as np
 
 from mca_config.errors import McaError
-from mca_models.storage.cast import overflow
 from mca_models.storage.dtypes import numpy_dtype
 from mca_models.storage.lazy_tensor import FlatRows, LazyTensorBase, Shape
 from mca_models.storage.safetensors import TensorInfo
+from mca_models.storage.values import overflow
 from mca_models.weights.arrays import NumpyArray
 
 BLOCKS, SCALES = "_blocks", "_scales"

@@ -30,7 +30,6 @@ from mca_models.storage.staging_folder import (
     DISPLACED,
     StagingFolder,
     close,
-    moved_names,
     remove_entry,
     remove_leftovers,
     staging_folders,
@@ -50,7 +49,7 @@ __all__ = [
 ]
 
 _AT_FDCWD = -100
-_RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
+_RENAME_EXCHANGE = 2
 _NOT_SUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
 _MOVED_LAST = ("config.json", "adapter_config.json", "latest_checkpointed_iteration.txt", "mca_config.json")
 
@@ -125,7 +124,7 @@ class AtomicDirectory:
             for _, _, _, fd in os.fwalk(".", dir_fd=self._content_fd):
                 os.fsync(fd)
             if self._fills_existing:
-                self._move_entries(folder)
+                self._move_entries()
             else:
                 self._rename(folder)
         except BaseException as error:
@@ -222,16 +221,14 @@ class AtomicDirectory:
             require_absent(self.destination)  # another writer was faster
             raise
 
-    def _move_entries(self, folder: StagingFolder) -> None:
+    def _move_entries(self) -> None:
         """Move the entries into the existing directory, the file that readers look for last."""
         target = os.open(self.destination, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             _lock(target, self.destination)
             require_absent(self.destination)
-            inodes = {entry.name: entry.inode() for entry in os.scandir(self._content_fd)}
-            folder.mark(inodes)
-            for name in sorted(inodes, key=_order):
-                move(name, self._content_fd, target)
+            for name in sorted((entry.name for entry in os.scandir(self._content_fd)), key=_order):
+                os.rename(name, name, src_dir_fd=self._content_fd, dst_dir_fd=target)
                 self._moved_entries.append(name)
             os.fsync(target)
         finally:
@@ -346,9 +343,8 @@ def _resolved(destination: Path) -> Path:
 
 def _entry_of_others(directory: Path) -> str | None:
     """Return an entry of ``directory`` that is not of a writer that died or still writes; None if there is none."""
-    known = {"lost+found"}  # of a new file system
-    for folder in staging_folders(directory, _resolved(directory).name):
-        known |= {folder.name, *moved_names(folder)}
+    known = {folder.name for folder in staging_folders(directory, _resolved(directory).name)}
+    known.add("lost+found")  # of a new file system
     return next((entry.name for entry in directory.iterdir() if entry.name not in known), None)
 
 
@@ -391,7 +387,7 @@ def _lock(fd: int, directory: Path) -> None:
 def exchange(folder: StagingFolder, old: Path) -> None:
     """Swap two directories in one step, so that ``old`` is complete at every moment."""
     try:
-        _renameat2(CONTENT, os.fspath(old), folder.fd, _AT_FDCWD, _RENAME_EXCHANGE)
+        _exchange(folder.fd, old)
     except OSError as error:
         if error.errno not in _NOT_SUPPORTED:
             raise
@@ -404,19 +400,10 @@ def exchange(folder: StagingFolder, old: Path) -> None:
             raise
 
 
-def move(name: str, fd: int, new_fd: int) -> None:
-    """Move ``name`` from directory ``fd`` to ``new_fd``, without replacing an entry where the kernel supports that."""
-    try:
-        _renameat2(name, name, fd, new_fd, _RENAME_NOREPLACE)
-    except OSError as error:
-        if error.errno not in _NOT_SUPPORTED:
-            raise
-        os.rename(name, name, src_dir_fd=fd, dst_dir_fd=new_fd)
-
-
-def _renameat2(name: str, new: str, fd: int, new_fd: int, flags: int) -> None:
+def _exchange(fd: int, old: Path) -> None:
     function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    code = -1 if function is None else function(fd, os.fsencode(name), new_fd, os.fsencode(new), flags)
+    names = CONTENT.encode(), os.fsencode(old)
+    code = -1 if function is None else function(fd, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE)
     if code != 0:
         number = errno.ENOSYS if function is None else ctypes.get_errno()
-        raise OSError(number, os.strerror(number), name)
+        raise OSError(number, os.strerror(number), os.fspath(old))

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
+from mca_config.printable import counted
 from mca_models.storage.byte_ranges import Gather, Move, Shape
 from mca_models.storage.copy_plan import Rule, Side, part_shapes, plan_moves
 from mca_models.storage.safetensors import TensorInfo
@@ -88,7 +89,7 @@ class Part:
 
 
 class ModelSource(Protocol):
-    """A checkpoint that has been opened and found complete.
+    """A checkpoint that has been opened and found complete; base of the classes for all formats.
 
     ``params`` are those that the checkpoint stores: all of the model's but second copies (``alias_of``).
     """
@@ -108,15 +109,18 @@ class ModelSource(Protocol):
 
     def gathers(self, param: Param, side: Side) -> tuple[Gather, ...]:
         """Plan how to fill the tensors of ``side`` that hold ``param`` from its ``parts``."""
+        return plan_gathers(param, self.full_shape(param), self.side(param), side)
 
     def check_duplicates(self) -> None:
-        """Raise if what is stored several times differs. Reads all of it."""
+        """Raise if what is stored several times differs, after reading all of it; here nothing is."""
+        return
 
     def tensors(self) -> Iterable[TensorInfo | ComputedTensor]:
         """All that is stored."""
 
     def checksums(self) -> Mapping[Path, int]:
         """Return the CRC-32 that each file must have; empty if unknown."""
+        return {}
 
 
 def plan_gathers(param: Param, whole: Shape, source: Side, target: Side) -> tuple[Gather, ...]:
@@ -230,16 +234,17 @@ def require_same_names(
         raise McaError(f"{where}: {faults}; {both} do not agree")
 
 
-def name_differences(present: Iterable[str], expected: Iterable[str]) -> str:
+def name_differences(present: Iterable[str], expected: Iterable[str], noun: str = "tensor") -> str:
     """All missing and unexpected names, their count and the first few; empty if there are none."""
     have, want = set(present), set(expected)
     return " and ".join(
-        f"{len(names)} {what} {'tensor' if len(names) == 1 else 'tensors'} ({_first_few(names)})"
+        f"{counted(len(names), f'{what} {noun}')} ({first_few(names)})"
         for what, names in (("missing", want - have), ("unexpected", have - want))
         if names
     )
 
 
-def _first_few(names: set[str], count: int = 4) -> str:
+def first_few(names: Iterable[str], count: int = 4) -> str:
+    """The first of ``names``, sorted."""
     listed = sorted(names)
     return ", ".join(listed[:count]) + (", ..." if len(listed) > count else "")

@@ -3,7 +3,7 @@
 | path | contents |
 |---|---|
 | ``<name>.partial-<8 hex digits>`` | the folder, locked by its writer until the process ends or dies |
-| ``.mca-partial`` in it | the marker: the writer's machine, and inodes of entries that it moves out |
+| ``.mca-partial`` in it | the marker: the writer's machine |
 | ``new`` in it | the directory that is written |
 | ``old`` in it | the directory that was replaced, where the file system cannot exchange two directories |
 
@@ -18,15 +18,13 @@ import platform
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
 MARKER = ".mca-partial"
-_UNFINISHED_MARKER = f"{MARKER}.new"
-"""The marker while it is written: a writer that is killed then leaves nothing else."""
 CONTENT, DISPLACED = "new", "old"
 _IDLE_SECONDS = 24 * 3600
 """Age at which a folder of another machine, whose locks may not be seen here, counts as abandoned."""
@@ -59,21 +57,18 @@ class StagingFolder:
         try:
             self.fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
             _try_lock(self.fd)
-            self.mark({})
+            self._mark()
         except BaseException:
             self.remove()
             raise
 
-    def mark(self, moved: Mapping[str, int]) -> None:
-        """Write the marker; ``moved`` has the inode numbers, by name, of entries that are about to be moved out."""
-        text = json.dumps({"machine": _machine(), "moved": dict(moved)}).encode()
-        fd = os.open(_UNFINISHED_MARKER, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, dir_fd=self.fd)
+    def _mark(self) -> None:
+        fd = os.open(MARKER, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, dir_fd=self.fd)
         try:
-            os.write(fd, text)
+            os.write(fd, json.dumps({"machine": _machine()}).encode())
             os.fsync(fd)
         finally:
             close(fd)
-        os.rename(_UNFINISHED_MARKER, MARKER, src_dir_fd=self.fd, dst_dir_fd=self.fd)
         os.fsync(self.fd)
 
     def is_in_place(self) -> bool:
@@ -96,9 +91,7 @@ def staging_folders(parent: Path, name: str) -> Iterator[Path]:
     """Yield the marked folders of ``name`` in ``parent``, of living and dead writers."""
     for path in _named_folders(parent, name):
         with suppress(OSError):
-            names = [entry.name for entry in path.iterdir()]
-            marker = path / (_UNFINISHED_MARKER if names == [_UNFINISHED_MARKER] else MARKER)
-            if marker.is_file() and not marker.is_symlink():
+            if (path / MARKER).is_file() and not (path / MARKER).is_symlink():
                 yield path
 
 
@@ -123,15 +116,6 @@ def remove_leftovers(destination: Path) -> None:
                 _remove_if_abandoned(path, destination)
 
 
-def moved_names(folder: Path) -> set[str]:
-    """Return the entries that a stopped writer had moved from its ``folder`` into an existing directory."""
-    _, moved = _read_marker(folder)
-    with suppress(OSError):
-        if any((folder / CONTENT).iterdir()):  # else all were moved, and the directory is complete
-            return {name for name, inode in moved.items() if _inode(folder.parent / name) == inode}
-    return set()
-
-
 def stage_for_removal(directory: Path) -> StagingFolder:
     """Move ``directory`` into a new staging folder, in one step, and return the folder, to be removed."""
     folder = StagingFolder(directory.parent, directory.name)
@@ -152,17 +136,13 @@ def close(fd: int) -> None:
 def _remove_if_abandoned(folder: Path, destination: Path) -> None:
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
-        is_local, _ = _read_marker(folder)
-        is_unmarked = not (folder / MARKER).exists()  # it has at most a marker that may be incomplete
         if not _try_lock(fd):
             return  # its writer lives
-        if not (is_local or is_unmarked or _idle_seconds(folder) >= _IDLE_SECONDS):
+        if not (_is_local(folder / MARKER) or _idle_seconds(folder) >= _IDLE_SECONDS):
             return
         logger.info("removing %s, left by a process that died", folder)
         if (folder / DISPLACED).is_dir() and not destination.exists():
             (folder / DISPLACED).rename(destination)  # the writer died between the two steps of an exchange
-        for name in moved_names(folder):
-            remove_entry(folder.parent / name)
         _remove(folder)
     finally:
         close(fd)
@@ -190,16 +170,14 @@ def remove_entry(path: Path) -> None:
             path.unlink()
 
 
-def _read_marker(folder: Path) -> tuple[bool, dict[str, int]]:
-    """Return whether this machine wrote the marker, and the inodes of entries that are moved out."""
+def _is_local(marker: Path) -> bool:
+    """Return whether this machine wrote ``marker``, or it is empty, as its writer died at it."""
     try:
-        marker = folder / MARKER
-        document = json.loads((marker if marker.exists() else folder / _UNFINISHED_MARKER).read_text())
-        pairs = zip(document["machine"], _machine(), strict=True)
-        is_local = any(theirs == mine != "" for theirs, mine in pairs)
-        return is_local, {str(name): int(inode) for name, inode in document["moved"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False, {}
+        text = marker.read_text()
+        machines = zip(json.loads(text)["machine"], _machine(), strict=True) if text else ()
+        return not text or any(theirs == mine != "" for theirs, mine in machines)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def _idle_seconds(folder: Path) -> float:
@@ -210,12 +188,6 @@ def _idle_seconds(folder: Path) -> float:
             with suppress(OSError):
                 newest = max(newest, path.lstat().st_mtime)
     return time.time() - newest
-
-
-def _inode(path: Path) -> int | None:
-    with suppress(OSError):
-        return path.lstat().st_ino
-    return None
 
 
 def _machine() -> list[str]:

@@ -7,7 +7,7 @@ classes are sealed by their metaclass, functions are wrapped in ``_Call``, value
 """
 
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from types import MappingProxyType, new_class
 from typing import Any, NamedTuple, NoReturn
 
 Pickled = Any
@@ -82,52 +82,26 @@ class Record(metaclass=_Sealed):
         raise TypeError(f"a {type(self).__name__} cannot be changed")
 
 
-class Metadata(Record):
-    """``torch.distributed.checkpoint.metadata.Metadata`` and Megatron's subclass of it."""
-
-    __slots__ = ()
-
-
-class TensorStorageMetadata(Record):
-    """One tensor of a distributed checkpoint."""
-
-    __slots__ = ()
+def _records(name: str) -> type[Record]:
+    """Return a class of records, which readers tell from others."""
+    made: type[Record] = new_class(name, (Record,), exec_body=lambda body: body.update(__slots__=()))
+    return made
 
 
-class BytesStorageMetadata(Record):
-    """One pickled object of a distributed checkpoint."""
-
-    __slots__ = ()
-
-
-class ChunkStorageMetadata(Record):
-    """Offset and size of one chunk."""
-
-    __slots__ = ()
-
-
-class MetadataIndex(Record):
-    """Key of a chunk: tensor name and offset."""
-
-    __slots__ = ()
-
-
-class StorageInfo(Record):
-    """File, offset and length of a chunk."""
-
-    __slots__ = ()
-
-
-class TensorProperties(Record):
-    """dtype and layout of a tensor."""
-
-    __slots__ = ()
-
-
-class OpaqueObject(Record):
-    """Object that no reader looks into."""
-
-    __slots__ = ()
+Metadata = _records("Metadata")
+"""``torch.distributed.checkpoint.metadata.Metadata`` and Megatron's subclass of it."""
+TensorStorageMetadata = _records("TensorStorageMetadata")
+"""One tensor of a distributed checkpoint."""
+ChunkStorageMetadata = _records("ChunkStorageMetadata")
+"""Offset and size of one chunk."""
+MetadataIndex = _records("MetadataIndex")
+"""Key of a chunk: tensor name and offset."""
+StorageInfo = _records("StorageInfo")
+"""File, offset and length of a chunk."""
+TensorProperties = _records("TensorProperties")
+"""dtype and layout of a tensor."""
+OpaqueObject = _records("OpaqueObject")
+"""Object that no reader looks into."""
 
 
 class _Dict(dict[Pickled, Pickled], metaclass=_Sealed):
@@ -162,16 +136,8 @@ def _tensor(storage: Pickled, offset: Pickled, shape: Pickled, strides: Pickled,
     return TensorRef(storage, offset, shape, strides)
 
 
-def _tensor_v3(
-    storage: Pickled,
-    offset: Pickled,
-    shape: Pickled,
-    strides: Pickled,
-    grad: Pickled,
-    hooks: Pickled,
-    dtype: Pickled,
-    *rest: Pickled,
-) -> TensorRef:
+def _tensor_v3(*args: Pickled) -> TensorRef:
+    storage, offset, shape, strides, _gradient, _hooks, dtype, *_ = args
     return TensorRef(storage, offset, shape, strides, dtype)
 
 
@@ -241,7 +207,7 @@ GLOBALS: Mapping[tuple[str, str], Pickled] = MappingProxyType(
         **{("torch", name): StorageType(Dtype(code)) for name, code in _STORAGES.items()},
         (f"{_DCP}.metadata", "Metadata"): Metadata,
         (f"{_DCP}.metadata", "TensorStorageMetadata"): TensorStorageMetadata,
-        (f"{_DCP}.metadata", "BytesStorageMetadata"): BytesStorageMetadata,
+        (f"{_DCP}.metadata", "BytesStorageMetadata"): OpaqueObject,
         (f"{_DCP}.metadata", "ChunkStorageMetadata"): ChunkStorageMetadata,
         (f"{_DCP}.metadata", "MetadataIndex"): MetadataIndex,
         (f"{_DCP}.metadata", "TensorProperties"): TensorProperties,

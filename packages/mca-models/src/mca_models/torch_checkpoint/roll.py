@@ -29,6 +29,7 @@ from mca_config.pipeline import PipelineChunk
 from mca_models.checkpoint.mca_directory import iteration_name, latest_iteration, load_config
 from mca_models.checkpoint.placement import stored_params
 from mca_models.storage.lazy_tensor import StridedTensor
+from mca_models.storage.source import name_differences
 from mca_models.templates import config_from_hf, get_family
 from mca_models.torch_checkpoint.source import (
     ForeignSource,
@@ -147,15 +148,9 @@ def _iteration(path: Path) -> Path:
 
 
 def _require_files(folder: Path, files: Iterable[str]) -> None:
-    present = {entry.name for entry in folder.glob("mp_rank_*") if _RANK_FOLDER.fullmatch(entry.name)}
-    missing, unexpected = sorted(set(files) - present), sorted(present - set(files))
-    if missing or unexpected:
-        faults = [
-            f"{len(names)} {what} ({', '.join(names[:4])}{', ...' if len(names) > 4 else ''})"
-            for what, names in (("missing", missing), ("unexpected", unexpected))
-            if names
-        ]
-        raise McaError(f"{folder}: ranks are {' and '.join(faults)}; {FILE_NAME} has another layout")
+    present = [entry.name for entry in folder.glob("mp_rank_*") if _RANK_FOLDER.fullmatch(entry.name)]
+    if faults := name_differences(present, files, "rank"):
+        raise McaError(f"{folder}: {faults}; {FILE_NAME} has another layout")
 
 
 @dataclass
@@ -181,21 +176,18 @@ class _RankFiles:
     def _add_chunk(
         self, at: RankPosition, chunk: PipelineChunk, tensors: Mapping[str, StridedTensor], where: str
     ) -> None:
-        used: set[str] = set()
-        missing: list[str] = []
+        expected: set[str] = set()
         for held in named_params(self.params, self.config, chunk, at.ep):
             found = [spelling for spelling in held.names if spelling.name in tensors]
-            used.update(spelling.name for spelling in found)
+            expected.update(spelling.name for spelling in found)
             if len(found) == 1:
                 self._take(at, held, _tensor(held, found[0], tensors, self.config))
             elif found:
                 self.faults.append(f"{where}: one parameter twice ({', '.join(name for name, _ in found)})")
             elif not held.optional:
-                missing.append(held.names[0].name)
-        for what, names in (("missing", missing), ("unexpected", sorted(tensors.keys() - used))):
-            if names:
-                more = ", ..." if len(names) > 4 else ""
-                self.faults.append(f"{where}: {len(names)} {what} ({', '.join(names[:4])}{more})")
+                expected.add(held.names[0].name)
+        if differences := name_differences(tensors, expected):
+            self.faults.append(f"{where}: {differences}")
 
     def _take(self, at: RankPosition, held: NamedParam, tensor: StridedTensor) -> None:
         param = held.param

@@ -1,8 +1,15 @@
-"""Megatron's ``torch_dist`` checkpoints: PyTorch's DCP format (``dcp``) under Megatron's global names.
+"""Megatron's ``torch_dist`` checkpoints: PyTorch's distributed checkpoint (DCP) format under Megatron's global names.
 
     <dir>/metadata.json     {"sharded_backend": "torch_dist", ...}
           common.pt         what every rank has alike (arguments, iteration); not needed, not read
-          .metadata, __R_I.distcp
+          .metadata       a pickle of torch.distributed.checkpoint.metadata.Metadata:
+                            state_dict_metadata  name -> dtype, size and chunks of a tensor, or "bytes"
+                            storage_data         (name, offset of a chunk) -> file, first byte, length
+          __R_I.distcp    what writer I of rank R wrote, one blob after the other; each blob is an archive
+                            of torch.save with one tensor, or one object
+
+Nothing is executed, objects ("bytes") are not even opened, and only the archives' directories are read until a tensor's
+elements are asked for.
 
 `storage_forms` lists the names that a parameter may have. Optimizer states (``optimizer.*``, ``chained_N.*``)
 and objects (``_extra_state``, random states) are passed over. All names are generated; only the prefix that wrappers
@@ -10,14 +17,25 @@ add is found by looking at the embedding's.
 """
 
 import logging
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
+from typing import BinaryIO
 
 from mca_config.errors import McaError
-from mca_config.files import has_entry, read_json, read_text, resolve_inside
+from mca_config.files import (
+    has_entry,
+    naming_read_errors,
+    open_regular,
+    read_bytes,
+    read_json,
+    read_text,
+    resolve_inside,
+)
 from mca_config.model_config import FILE_NAME, McaModelConfig
 from mca_config.printable import counted
 from mca_models.checkpoint.hf_directory import named_config_errors
@@ -25,16 +43,162 @@ from mca_models.checkpoint.hf_directory import read_config as read_hf_config
 from mca_models.checkpoint.mca_directory import iteration_name, latest_iteration
 from mca_models.checkpoint.placement import stored_params
 from mca_models.checkpoint.side_files import config_folder
-from mca_models.storage.lazy_tensor import Block, Shape, assemble
+from mca_models.storage.lazy_tensor import Block, Shape, StridedTensor, assemble
+from mca_models.storage.source import require_same_names
 from mca_models.templates import config_from_hf, get_family
 from mca_models.templates.parts.common import EMBEDDING
 from mca_models.templates.shapes import full_shape
-from mca_models.torch_checkpoint.dcp import METADATA, DcpDirectory, TensorEntry
+from mca_models.torch_checkpoint.allowed_globals import (
+    ChunkStorageMetadata,
+    Dtype,
+    Metadata,
+    MetadataIndex,
+    Pickled,
+    Record,
+    StorageInfo,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from mca_models.torch_checkpoint.roll import read_config
-from mca_models.torch_checkpoint.source import ForeignSource, StoredParam, with_stored_dtype
+from mca_models.torch_checkpoint.source import ForeignSource, StoredParam, StoredTensor, with_stored_dtype
 from mca_models.torch_checkpoint.storage_forms import Index, StorageForm, storage_forms
-from mca_models.torch_checkpoint.storages import StoredTensor
+from mca_models.torch_checkpoint.torch_file import MAX_PICKLE_BYTES, read_archive, read_pickle
 from mca_models.weights import Param
+
+METADATA = ".metadata"
+
+
+@dataclass(frozen=True, slots=True)
+class Blob:
+    """Position of one chunk in a file."""
+
+    file: str
+    """Name inside the directory."""
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor of the checkpoint."""
+
+    name: str
+    dtype: str
+    """Safetensors code."""
+    shape: Shape
+    blobs: Mapping[Shape, tuple[Shape, Blob]]
+    """Size and place of every chunk, by its offset."""
+
+
+class DcpDirectory:
+    """An opened directory.
+
+    Args:
+        path: With the ``.metadata`` file in it.
+        whole: The checkpoint that it is a part of, which no link may lead out of; None: ``path``.
+
+    Raises:
+        McaError: ``.metadata`` is missing, damaged, or not what PyTorch writes.
+    """
+
+    def __init__(self, path: Path, whole: Path | None = None) -> None:
+        self.path, self._whole = path, whole or path
+        self._where = str(path / METADATA)
+        root = self._read()
+        places = self._blobs(root)
+        entries = self._field(root, "state_dict_metadata", dict)
+        self.tensors: dict[str, TensorEntry] = {}
+        """All tensors by name; objects are left out."""
+        for name, entry in entries.items():
+            if isinstance(name, str) and isinstance(entry, TensorStorageMetadata):
+                self.tensors[name] = self._tensor(name, entry, places)
+
+    def _read(self) -> Record:
+        root = read_pickle(read_bytes(self._file(METADATA), largest=MAX_PICKLE_BYTES), self._where)
+        if not isinstance(root, Metadata):
+            raise self._damaged(f"a {type(root).__name__} instead of checkpoint metadata")
+        return root
+
+    def _file(self, name: str) -> Path:
+        return resolve_inside(self._whole, str((self.path / name).relative_to(self._whole)))
+
+    def _blobs(self, root: Record) -> dict[tuple[str, Shape], Blob]:
+        places: dict[tuple[str, Shape], Blob] = {}
+        for index, info in self._field(root, "storage_data", dict).items():
+            if not isinstance(index, MetadataIndex) or not isinstance(info, StorageInfo):
+                raise self._damaged("a storage that is none")
+            offset = index.state.get("offset") if isinstance(index.state, dict) else None
+            if offset is None:
+                continue  # an object
+            name = self._field(index, "fqn", str)
+            if isinstance(info.state, dict) and info.state.get("transform_descriptors"):
+                raise McaError(f"{self._where}: {name} is compressed or encrypted, which is not supported")
+            file = self._field(info, "relative_path", str)
+            if Path(file).name != file or file in ("", ".", ".."):
+                raise self._damaged(f"{name} is stored in {file!r}, outside of the directory")
+            start, length = self._field(info, "offset", int), self._field(info, "length", int)
+            places[name, self._shape(offset)] = Blob(file, start, length)
+        return places
+
+    def _tensor(self, name: str, entry: Record, places: Mapping[tuple[str, Shape], Blob]) -> TensorEntry:
+        properties = self._field(entry, "properties", TensorProperties).state
+        dtype = properties[0] if isinstance(properties, tuple) and properties else None
+        if isinstance(properties, dict):
+            dtype = properties.get("dtype")
+        if not isinstance(dtype, Dtype):
+            raise self._damaged(f"{name} has no dtype")
+        blobs: dict[Shape, tuple[Shape, Blob]] = {}
+        for chunk in self._field(entry, "chunks", list):
+            if not isinstance(chunk, ChunkStorageMetadata):
+                raise self._damaged(f"{name} has a chunk that is none")
+            offset = self._shape(self._field(chunk, "offsets", tuple))
+            if (name, offset) not in places:
+                raise McaError(f"{self._where}: chunk {list(offset)} of {name} is stored nowhere")
+            blobs[offset] = (self._shape(self._field(chunk, "sizes", tuple)), places[name, offset])
+        return TensorEntry(name, dtype.code, self._shape(self._field(entry, "size", tuple)), blobs)
+
+    def _field(self, record: Record, name: str, kind: type) -> Pickled:
+        value = record.state.get(name) if isinstance(record.state, dict) else None
+        if not isinstance(value, kind):
+            raise self._damaged(f"a {type(record).__name__} without {name}")
+        return value
+
+    def _shape(self, value: Pickled) -> Shape:
+        if not isinstance(value, tuple) or not all(type(n) is int and n >= 0 for n in value):
+            raise self._damaged(f"the shape or offset {value!r}")
+        return value
+
+    def _damaged(self, what: str) -> McaError:
+        return McaError(f"{self._where}: {what}; the file is damaged or of another format")
+
+    def chunks(self, names: Iterable[str]) -> Iterator[tuple[str, list[Block]]]:
+        """The chunks of each of the tensors ``names``, every one found in its file and checked."""
+        with ExitStack() as stack:
+            streams: dict[str, BinaryIO] = {}
+            for name in names:
+                entry = self.tensors[name]
+                found = []
+                for offset, (size, blob) in entry.blobs.items():
+                    if blob.file not in streams:
+                        streams[blob.file] = stack.enter_context(self._open(blob.file))
+                    tensor = self._stored(streams[blob.file], entry, size, blob)
+                    found.append(Block(offset, tensor))
+                yield name, found
+
+    def _open(self, file: str) -> BinaryIO:
+        with naming_read_errors(self.path / file):
+            return os.fdopen(open_regular(self._file(file)), "rb")
+
+    def _stored(self, stream: BinaryIO, entry: TensorEntry, size: Shape, blob: Blob) -> StridedTensor:
+        saved = read_archive(stream, self.path / blob.file, blob.start, blob.length)
+        tensor = saved.tensor(saved.tree, entry.name)
+        if (tensor.shape, tensor.dtype) != (size, entry.dtype):
+            raise McaError(
+                f"{tensor.file}, byte {blob.start}: a chunk of {entry.name} is {tensor.dtype} "
+                f"{list(tensor.shape)}, {METADATA} says {entry.dtype} {list(size)}; the checkpoint is damaged"
+            )
+        return tensor
+
 
 logger = logging.getLogger(__name__)
 
@@ -154,17 +318,9 @@ class _Reader:
 
     def _require_complete(self, forms: Mapping[str, StorageForm | None]) -> None:
         used = {key for form in forms.values() if form is not None for key in form.keys}
-        absent = [p.mca_name() for p in self.params if p.alias_of is None and forms[p.mca_name()] is None]
-        faults = [
-            f"{len(names)} {what} ({', '.join(names[:4])}{', ...' if len(names) > 4 else ''})"
-            for what, names in (("missing", absent), ("unexpected", sorted(self.entries.keys() - used)))
-            if names
-        ]
-        if faults:
-            raise McaError(
-                f"{self.directory.path}: parameters are {' and '.join(faults)}; the checkpoint and its "
-                "configuration do not agree"
-            )
+        absent = {p.mca_name() for p in self.params if p.alias_of is None and forms[p.mca_name()] is None}
+        both = "the checkpoint and its configuration"
+        require_same_names(self.entries.keys() - absent, used | absent, self.directory.path, both)
 
     def _blocks(self, forms: Iterable[StorageForm]) -> dict[tuple[str, Index], list[Block]]:
         """The chunks of every entry of every tensor that is used, without the axes of the entries."""

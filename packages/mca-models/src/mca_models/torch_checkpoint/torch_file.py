@@ -7,7 +7,8 @@ Since torch 1.6 such a file is a zip archive of uncompressed members under one f
     <folder>/byteorder     "little" or "big"
     <folder>/version, .format_version, .storage_alignment, .data/serialization_id
 
-The pickle is read by ``read_pickle``, which executes nothing. A tensor that is a small view of a large
+The pickle is read by ``read_pickle``, which executes nothing. Weights of a Hugging Face directory may be in such
+files: ``pytorch_model.bin``, alone or in indexed shards. A tensor that is a small view of a large
 storage costs what the view holds, not what the file stores.
 """
 
@@ -23,7 +24,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from mca_config.errors import McaError
-from mca_config.files import COPY_AGAIN, open_regular
+from mca_config.files import COPY_AGAIN, has_entry, naming_read_errors, open_regular, resolve_inside
+from mca_models.checkpoint.hf_directory import PICKLED, PICKLED_INDEX, indexed_tensors
 from mca_models.storage.dtypes import ITEM_SIZES
 from mca_models.storage.lazy_tensor import StridedTensor
 from mca_models.torch_checkpoint.allowed_globals import (
@@ -37,6 +39,10 @@ from mca_models.torch_checkpoint.allowed_globals import (
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
+
+from collections.abc import Sequence
+
+from mca_models.storage.safetensors import TensorInfo
 
 
 class _Refused(Exception):
@@ -150,11 +156,8 @@ def open_torch_file(file: Path) -> TorchFile:
     Raises:
         McaError: The file is missing, damaged, or its pickle is refused.
     """
-    try:
-        with os.fdopen(open_regular(file), "rb") as stream:
-            return read_archive(stream, file)
-    except OSError as error:
-        raise McaError(f"{file}: cannot be read ({error.strerror})") from None
+    with naming_read_errors(file), os.fdopen(open_regular(file), "rb") as stream:
+        return read_archive(stream, file)
 
 
 def read_archive(stream: BinaryIO, file: Path, start: int = 0, length: int | None = None) -> TorchFile:
@@ -272,3 +275,19 @@ def _content(stream: BinaryIO, start: int, member: zipfile.ZipInfo) -> bytes:
         raise zipfile.BadZipFile(f"a pickle of {member.file_size} bytes")
     stream.seek(_data_start(stream, start, member))
     return stream.read(member.file_size)
+
+
+def pickled_tensors(path: Path) -> Sequence[TensorInfo | StridedTensor]:
+    """The tensors in ``pytorch_model.bin`` of directory ``path``, or in the shards that its index names.
+
+    Raises:
+        McaError: A file is missing or damaged, or its pickle names what a checkpoint of weights does not need.
+    """
+    if has_entry(path, PICKLED):
+        return list(read_tensors(resolve_inside(path, PICKLED)).values())
+    return indexed_tensors(path, PICKLED_INDEX, read_tensors)
+
+
+def read_tensors(file: Path) -> dict[str, TensorInfo | StridedTensor]:
+    """The tensors in one file, by name; those that lie in one run of bytes as if it were safetensors."""
+    return {name: tensor.info() or tensor for name, tensor in open_torch_file(file).state_dict().items()}

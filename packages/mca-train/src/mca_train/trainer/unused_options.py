@@ -13,7 +13,7 @@ from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron import platform
 from mca_models.megatron.distributed.collectives import all_gather
-from mca_models.megatron.features.biased_router import has_biased_softmax
+from mca_models.megatron.features.routers import has_biased_softmax
 from mca_train.losses.moe_aux import routers
 from mca_train.types import VirtualModels
 

@@ -1,25 +1,30 @@
 """Process groups: torch.distributed from the environment, Megatron's from a layout.
 
 Only this module reads the launcher's environment, and Megatron's global parallel state for all higher modules. Layers
-and patches, which are below it, ask Megatron for their groups.
+and patches, which are below it, ask Megatron for their groups. `LiveModel` is a model on these ranks.
 """
 
 import logging
 import os
 import resource
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.distributed
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mca_config.errors import McaError
 from mca_config.layout import Coordinates, ParallelLayout, RankGrid
+from mca_config.model_config import McaModelConfig
 from mca_models.megatron import platform
 from mca_models.megatron.distributed import rendezvous
-from mca_models.megatron.types import GptModel
+from mca_models.megatron.names import LocalParam
+from mca_models.megatron.types import GptModel, MegatronConfig
 
 _log = logging.getLogger(__name__)
 _RANK, _WORLD_SIZE = "RANK", "WORLD_SIZE"
@@ -253,39 +258,31 @@ def stop() -> None:
     platform.close()
 
 
-def context_group() -> ProcessGroup:
-    """Return the context-parallel group of this rank."""
+def _group(name: str, **options: bool) -> ProcessGroup:
     from megatron.core import parallel_state
 
-    group: ProcessGroup = parallel_state.get_context_parallel_group()
+    group: ProcessGroup = getattr(parallel_state, f"get_{name}_group")(**options)
     return group
+
+
+def context_group() -> ProcessGroup:
+    """Return the context-parallel group of this rank."""
+    return _group("context_parallel")
 
 
 def pipeline_group() -> ProcessGroup:
     """Return the pipeline-parallel group of this rank."""
-    from megatron.core import parallel_state
-
-    group: ProcessGroup = parallel_state.get_pipeline_model_parallel_group()
-    return group
+    return _group("pipeline_model_parallel")
 
 
 def tensor_group() -> ProcessGroup:
     """Return the tensor-parallel group of this rank."""
-    from megatron.core import parallel_state
-
-    group: ProcessGroup = parallel_state.get_tensor_model_parallel_group()
-    return group
+    return _group("tensor_model_parallel")
 
 
 def replica_group(expert: bool) -> ProcessGroup:
     """Return the ranks with the same shard of a parameter as this one, context-parallel ranks included."""
-    from megatron.core import parallel_state
-
-    if expert:
-        group: ProcessGroup = parallel_state.get_expert_data_parallel_group()
-        return group
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    return group
+    return _group("expert_data_parallel") if expert else _group("data_parallel", with_context_parallel=True)
 
 
 def replicas(expert: bool) -> list[int]:
@@ -295,15 +292,25 @@ def replicas(expert: bool) -> list[int]:
 
 def whole_model_group() -> ProcessGroup:
     """Return the smallest group with this rank that has all pipeline stages and all experts."""
-    from megatron.core import parallel_state
-
-    group: ProcessGroup = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
-    return group
+    return _group("expert_tensor_model_pipeline_parallel")
 
 
 def expert_tensor_group() -> ProcessGroup:
     """Return the expert-tensor-parallel group of this rank."""
-    from megatron.core import parallel_state
+    return _group("expert_tensor_parallel")
 
-    group: ProcessGroup = parallel_state.get_expert_tensor_parallel_group()
-    return group
+
+class LiveModel(Protocol):
+    """One rank's part of a model: `VirtualModels`, or any class with the same attributes."""
+
+    config: McaModelConfig
+    rank_context: RankContext
+    megatron: MegatronConfig
+    chunks: torch.nn.ModuleList
+    source: Path | None
+
+    def local_params(self) -> Sequence[tuple[LocalParam, Tensor]]:
+        """Return every parameter and saved buffer of this rank with its rule, second copies included."""
+
+    def canonical_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield checkpoint names and this rank's shards, without second copies of tied weights."""

@@ -1,7 +1,7 @@
 """Read a checkpoint of `writer` on any layout, without executing anything in it.
 
 The index of such a folder, ``.metadata``, is a pickle, and may name entries that are pickles too; torch would execute
-them. Here `mca_models.torch_checkpoint.dcp` reads the index, and torch gets an index with its tensors only.
+them. Here `mca_models.torch_checkpoint.torch_dist` reads the index, and torch gets an index with its tensors only.
 """
 
 from pathlib import Path
@@ -13,7 +13,7 @@ from mca_config.types import Values
 from mca_models.megatron import platform
 from mca_models.megatron.tensors import DTYPE_OF
 from mca_models.megatron.types import DcpObject, Settings
-from mca_models.torch_checkpoint.dcp import METADATA, DcpDirectory, TensorEntry
+from mca_models.torch_checkpoint.torch_dist import METADATA, DcpDirectory, TensorEntry
 
 
 def shapes_in(folder: Path) -> dict[str, tuple[int, ...]]:

@@ -31,8 +31,7 @@ from mca_models.megatron.distributed.collectives import (
     run_on_all_ranks,
     run_on_first_rank,
 )
-from mca_models.megatron.platform.checkpoint_queue import queues_without_manager
-from mca_models.megatron.platform.child_processes import kill_children_with_parent
+from mca_models.megatron.platform.checkpoint_queue import kill_children_with_parent, queues_without_manager
 from mca_models.megatron.types import DcpObject, SaveRequest, ShardedState, Upstream
 from mca_models.storage.atomic import write_file
 

@@ -56,6 +56,9 @@ class LayerContext(Context):
         return kinds[self.number] if kinds and self.number is not None else None
 
 
+Prepare = Callable[[Context, MegatronConfig], AbstractContextManager[None]]
+
+
 @dataclass(frozen=True)
 class SpecChanges:
     """Changes of Megatron's layer spec.
@@ -118,26 +121,6 @@ class Setup:
         return self.settings.get("recompute_granularity") == "selective" and module in modules
 
 
-def _no_settings(config: McaModelConfig) -> Settings:
-    return {}
-
-
-def _no_problems(setup: Setup) -> Iterator[str]:
-    return iter(())
-
-
-def _no_changes(context: Context) -> SpecChanges:
-    return SpecChanges()
-
-
-def _as_is(context: Context, megatron: MegatronConfig) -> AbstractContextManager[None]:
-    return nullcontext()
-
-
-def _nothing(model: GptModel, config: McaModelConfig) -> None:
-    pass
-
-
 @dataclass(frozen=True, kw_only=True)
 class Feature:
     """A change of Megatron's model that a section or a field of the configuration asks for.
@@ -161,16 +144,16 @@ class Feature:
 
     name: str
     enabled: Callable[[McaModelConfig], bool]
-    settings: Callable[[McaModelConfig], Settings] = _no_settings
+    settings: Callable[[McaModelConfig], Settings] = field(default=lambda config: {})
     sequence_parallel: Literal["always", "trained"] | None = None
-    problems: Callable[[Setup], Iterator[str]] = _no_problems
-    spec: Callable[[Context], SpecChanges] = _no_changes
-    layer: Callable[[LayerContext], SpecChanges] = _no_changes
+    problems: Callable[[Setup], Iterator[str]] = field(default=lambda setup: iter(()))
+    spec: Callable[[Context], SpecChanges] = field(default=lambda context: SpecChanges())
+    layer: Callable[[LayerContext], SpecChanges] = field(default=lambda context: SpecChanges())
     core_attention: CoreChange | None = None
     router: RouterChange | None = None
     position_embedding: str | None = None
-    prepare: Callable[[Context, MegatronConfig], AbstractContextManager[None]] = _as_is
-    finish: Callable[[GptModel, McaModelConfig], None] = _nothing
+    prepare: Prepare = field(default=lambda context, megatron: nullcontext())
+    finish: Callable[[GptModel, McaModelConfig], None] = field(default=lambda model, config: None)
     start: Start | None = None
 
 

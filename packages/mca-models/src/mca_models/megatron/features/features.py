@@ -13,7 +13,6 @@ from mca_models.megatron.features.attention import (
     QUERY_TEMPERATURE,
     SOFTCAP,
 )
-from mca_models.megatron.features.biased_router import BIASED_ROUTER
 from mca_models.megatron.features.block import (
     LAYER_SCALARS,
     PARALLEL_BLOCK,
@@ -31,7 +30,6 @@ from mca_models.megatron.features.embedding import (
 )
 from mca_models.megatron.features.feature import Context, Feature
 from mca_models.megatron.features.gated_delta_net import GATED_DELTA_NET
-from mca_models.megatron.features.group_router import GROUP_ROUTER
 from mca_models.megatron.features.head import (
     CLASSIFICATION_HEAD,
     LOGITS_SCALE,
@@ -67,11 +65,16 @@ from mca_models.megatron.features.norms import (
 from mca_models.megatron.features.per_layer_embedding import PER_LAYER_EMBEDDING
 from mca_models.megatron.features.rope import DUAL_ROPE, ROPE
 from mca_models.megatron.features.router_replay import ROUTER_REPLAY
+from mca_models.megatron.features.routers import (
+    BIASED_ROUTER,
+    GROUP_ROUTER,
+    SHARED_EXPERT_MEAN,
+    SIGMOID_ROUTER,
+)
 from mca_models.megatron.features.selective_scan import SELECTIVE_SCAN
 from mca_models.megatron.features.shared_kv import SHARED_KV
 from mca_models.megatron.features.short_convolution import SHORT_CONVOLUTION
 from mca_models.megatron.features.shortcut_moe import SHORTCUT_MOE
-from mca_models.megatron.features.sigmoid_router import SHARED_EXPERT_MEAN, SIGMOID_ROUTER
 from mca_models.megatron.features.sparse_mixer import NOISY_EXPERTS, SPARSE_MIXER
 from mca_models.megatron.features.vision_tower import VISION_TOWER
 from mca_models.megatron.names import Implementation

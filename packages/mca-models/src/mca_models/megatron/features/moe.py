@@ -9,9 +9,9 @@ from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Values
 from mca_models.megatron.features.feature import Context, Feature, Setup
-from mca_models.megatron.features.group_router import has_custom_groups
 from mca_models.megatron.features.mlp import has_altered_glu
 from mca_models.megatron.features.norms import add_post_norm
+from mca_models.megatron.features.routers import has_custom_groups
 from mca_models.megatron.layers.sharded import ReplicatedLinear
 from mca_models.megatron.types import GptModel, MegatronConfig, MegatronModule, Settings, Upstream, WithBias
 

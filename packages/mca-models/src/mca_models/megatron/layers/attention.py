@@ -2,10 +2,12 @@
 
 Replaces Megatron's ``DotProductAttention``, which stores the full score matrix and supports neither packing nor context
 parallelism nor sliding windows. Context parallelism gathers keys and values (backward: reduce-scatter) and each rank
-computes its own queries.
+computes its own queries. ALiBi's bias on the scores needs no bias tensor: queries get channels with the slope of their
+head, keys channels with the position.
 """
 
 import itertools
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -17,12 +19,49 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from mca_config.errors import McaError
-from mca_models.megatron.layers.alibi import add_alibi_channels, alibi_slopes
-from mca_models.megatron.layers.bidirectional_attention import bidirectional_attention
-from mca_models.megatron.layers.sdpa import causal_attention
+from mca_models.megatron.layers.sdpa import bidirectional_attention, causal_attention
 from mca_models.megatron.layers.sharded import ShardedModule, cut_parameter
 from mca_models.megatron.layers.zigzag import rank_token_ranges, restore_token_order
 from mca_models.megatron.types import AttnMaskType, GroupCollection, MegatronConfig, PackedSeqParams
+
+_ALIBI_CHANNELS = 8
+"""Channels added to a head: four are used, the others pad to a multiple of 8 for the kernels."""
+_EXACT = 256
+"""Positions up to this are exact in bfloat16, and so are that many multiples of it."""
+
+
+def alibi_slopes(heads: int) -> Tensor:
+    """Return the slopes of all heads, fp32: powers of one number; if not a power of two, others of its root."""
+    whole = 2 ** math.floor(math.log2(heads))
+    slopes = [2 ** (-8 * (i + 1) / whole) for i in range(whole)]
+    slopes += [2 ** (-4 * (2 * i + 1) / whole) for i in range(heads - whole)]
+    return torch.tensor(slopes, dtype=torch.float32)
+
+
+def add_alibi_channels(query: Tensor, key: Tensor, slope: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Append the channels to queries ``[b, h, q, d]`` and keys ``[b, g, k, d]``.
+
+    Args:
+        query: The queries.
+        key: The keys in order; softmax does not depend on the position of the first.
+        slope: ``[h]``, fp32.
+        scale: Factor on the scores.
+    """
+    exact = slope / scale
+    rounded = exact.to(
+        query.dtype
+    ).float()  # the rounding error gets a channel, so that half precision is exact
+    parts = torch.stack([rounded * _EXACT, (exact - rounded) * _EXACT, rounded, exact - rounded], -1).to(
+        query.dtype
+    )
+    query_channels = query.new_zeros(*query.shape[:-1], _ALIBI_CHANNELS)
+    query_channels[..., :4] = parts[:, None]
+    positions = torch.arange(key.shape[2], device=key.device)
+    far, rest = positions // _EXACT, positions % _EXACT
+    key_channels = key.new_zeros(*key.shape[:-1], _ALIBI_CHANNELS)
+    key_channels[..., :4] = torch.stack([far, far, rest, rest], -1).to(key.dtype)
+    return torch.cat([query, query_channels], -1), torch.cat([key, key_channels], -1)
+
 
 PACKED_ENDS = "mca_ends"
 """Attribute of ``PackedSeqParams``: boundaries of the sequences as a list of numbers."""

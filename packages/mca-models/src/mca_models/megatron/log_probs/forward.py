@@ -26,6 +26,7 @@ from mca_config.types import JsonObject
 from mca_models.megatron import platform
 from mca_models.megatron.distributed import parallel
 from mca_models.megatron.distributed.collectives import run_on_all_ranks_unwrapped
+from mca_models.megatron.distributed.parallel import LiveModel
 from mca_models.megatron.factory.limits import packed_problems
 from mca_models.megatron.features.feature import Setup
 from mca_models.megatron.features.features import active_features
@@ -51,7 +52,6 @@ from mca_models.megatron.forward import (
 from mca_models.megatron.layers.attention import set_packed_lengths
 from mca_models.megatron.layers.rope import length_dependent_ropes, set_longest_sequence
 from mca_models.megatron.layers.zigzag import rank_token_ranges, take_rank_tokens
-from mca_models.megatron.live_model import LiveModel
 from mca_models.megatron.log_probs.chunks import ChunkedOutput, preserved_output, token_values
 from mca_models.megatron.log_probs.vocabulary import TokenValues
 from mca_models.megatron.tensors import weights_dtype

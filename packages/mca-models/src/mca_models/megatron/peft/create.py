@@ -2,8 +2,11 @@
 
 import enum
 import logging
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+
+import torch
 
 from mca_config.errors import McaError
 from mca_config.types import Typed
@@ -11,12 +14,13 @@ from mca_models.hub import resolve_directory
 from mca_models.lora import Adapter, AdapterConfig, AdapterRules, adapter_for, rules_for_training
 from mca_models.lora.adapter import require_untied
 from mca_models.lora.peft_names import complete_peft_config
-from mca_models.megatron.peft.compatibility import require_new_params_saved
-from mca_models.megatron.peft.initialization import initial_values, require_supported_init
 from mca_models.megatron.peft.models import PeftModels, Read
+from mca_models.megatron.tensors import seeded_generator, to_numpy
 from mca_models.megatron.types import PeftConfig
 from mca_models.megatron.virtual_models import VirtualModels
 from mca_models.templates.trainable_parts import TEXT, Part
+from mca_models.weights import Param
+from mca_models.weights.arrays import Array
 
 logger = logging.getLogger(__name__)
 
@@ -124,3 +128,69 @@ def _filled(
         peft.detach()
         raise
     return peft
+
+
+def require_supported_init(adapter: AdapterConfig) -> None:
+    """Raise for initialisations that need data or a decomposition of the base weights.
+
+    Raises:
+        McaError: ``init_lora_weights`` is one of them.
+    """
+    start = adapter.document.get("init_lora_weights", True)
+    if not isinstance(start, bool) and start != "gaussian":
+        raise McaError(
+            f"LoraConfig: init_lora_weights {start!r} is not supported for a new adapter; use true, false or "
+            "'gaussian', or make the adapter with PEFT and load it"
+        )
+
+
+def initial_values(adapter: AdapterConfig, seed: int) -> Callable[[Param, tuple[int, ...]], Array]:
+    """Return a function that draws the full tensor of a factor's rule.
+
+    lora_A is uniform as a linear's weight (normal with deviation 1 / rank if ``gaussian``); lora_B is zero,
+    unless ``init_lora_weights`` is false.
+    """
+    start = adapter.document.get("init_lora_weights", True)
+
+    def draw(param: Param, shape: tuple[int, ...]) -> Array:
+        if ".lora_B." in param.mca and start is not False:
+            return to_numpy(torch.zeros(shape))
+        generator = seeded_generator(f"{seed}/{param.mca_name()}")
+        values = torch.empty(shape)
+        if start == "gaussian":
+            return to_numpy(values.normal_(0.0, 1 / shape[0], generator=generator))
+        bound = 1 / math.sqrt(shape[1])
+        return to_numpy(values.uniform_(-bound, bound, generator=generator))
+
+    return draw
+
+
+def require_new_params_saved(models: VirtualModels, rules: AdapterRules) -> None:
+    """Raise unless the adapter saves the parameters that the base model's files lack, e.g. a new head.
+
+    Raises:
+        McaError: A new head, or a vocabulary with new rows, is not among its tensors.
+    """
+    saved = {param.mca_name() for param in rules.full_params}
+    for param in models.new_params:
+        if param.mca_name() not in saved:
+            raise McaError(f"{_lacking(param)}, which {models.source} does not have either; {_advice(param)}")
+
+
+def _lacking(param: Param) -> str:
+    missing = (
+        f"the new rows of {param.hf_names()[0]}" if param.vocab else f"{param.hf_names()[0]}, the new head"
+    )
+    return f"the adapter does not save {missing}"
+
+
+def _advice(param: Param) -> str:
+    if param.vocab:
+        return (
+            "write a larger base model first (AutoModel.from_pretrained(..., vocab_size=...).save_pretrained_as_hf), "
+            "or name the embedding and the output layer in modules_to_save (lora_modules_to_save of mca-train)"
+        )
+    return (
+        "make a new adapter with score in modules_to_save (lora_rank of mca-train, task_type SEQ_CLS or TOKEN_CLS), on "
+        "a base model that the other one is merged into (mca-convert --merge)"
+    )

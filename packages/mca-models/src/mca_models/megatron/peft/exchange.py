@@ -11,8 +11,7 @@ from torch import Tensor
 
 from mca_config.model_config import DtypeName, McaModelConfig
 from mca_models.lora import Adapter, AdapterConfig, AdapterRules
-from mca_models.lora.peft_directory import PeftReader, PeftTensors, peft_shapes
-from mca_models.lora.per_expert import per_expert_tensors
+from mca_models.lora.peft_directory import PeftReader, PeftTensors, peft_shapes, per_expert_tensors
 from mca_models.megatron import platform
 from mca_models.megatron.distributed.collectives import all_gather
 from mca_models.megatron.distributed.parallel import RankContext

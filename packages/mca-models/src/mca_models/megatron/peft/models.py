@@ -17,7 +17,7 @@ from mca_config.errors import McaError
 from mca_config.layout import Coordinates
 from mca_config.types import JsonObject
 from mca_models.lora import Adapter, AdapterConfig, AdapterRules, adapter_for, write_mca_adapter, write_peft
-from mca_models.lora.per_expert import per_expert_config, require_per_expert
+from mca_models.lora.peft_directory import per_expert_config, require_per_expert
 from mca_models.lora.rules import PREFIX
 from mca_models.megatron.distributed import parallel
 from mca_models.megatron.distributed.collectives import require_same_arguments, run_on_first_rank_unwrapped
@@ -32,9 +32,7 @@ from mca_models.megatron.peft.attach import (
     detach,
     warn_unused_dropout,
 )
-from mca_models.megatron.peft.compatibility import require_same
 from mca_models.megatron.peft.exchange import merged_piece, peft_tensors, receive_adapter, whole_adapter
-from mca_models.megatron.peft.initialization import is_trained, require_base_weights
 from mca_models.megatron.state.export import WeightBucket, WeightRequest, export_buckets, packed_buckets
 from mca_models.megatron.state.load import load_local_weights
 from mca_models.megatron.state.save import save_hf, save_mca
@@ -128,7 +126,7 @@ class PeftModels(VirtualModels):
 
     def __init__(self, base: VirtualModels, adapter: AdapterConfig, rules: AdapterRules) -> None:
         torch.nn.Module.__init__(self)
-        self.__dict__.update(base.__dict__)  # the same chunks, not copies
+        vars(self).update(vars(base), _base=base)  # the same chunks, not copies
         self.adapter, self.rules = adapter, rules
         self._before = [(parameter, parameter.requires_grad) for parameter in base.parameters()]
         self._rate_before = self.megatron.moe_router_bias_update_rate
@@ -286,20 +284,8 @@ class PeftModels(VirtualModels):
         if not self.merged:
             self.merge_adapter()
         self.detach()
-        base = VirtualModels.__new__(VirtualModels)
-        torch.nn.Module.__init__(base)
-        attributes = {
-            "adapter",
-            "rules",
-            "_originals",
-            "_attached",
-            "_factors",
-            "_saved",
-            "_copies",
-            "_handles",
-        }
-        attributes |= {"_before", "_rate_before"}
-        base.__dict__.update({name: value for name, value in self.__dict__.items() if name not in attributes})
+        base: VirtualModels = vars(self)["_base"]
+        vars(base).update({name: vars(self)[name] for name in vars(base)})
         return base
 
     def detach(self) -> None:
@@ -448,3 +434,52 @@ def _cast_like(tensor: Tensor, piece: Array, name: str) -> Tensor:
     if value.shape != tensor.shape:
         raise McaError(f"a piece of the adapter has shape {list(value.shape)}, here {list(tensor.shape)}")
     return cast_finite(value, tensor.dtype, name)
+
+
+def require_same(theirs: AdapterRules, mine: AdapterRules, directory: str | Path) -> None:
+    """Raise unless the adapter of ``directory`` was trained with the tensors, ranks and scales of the live one.
+
+    Raises:
+        McaError: It has other tensors, or some of another rank or scale.
+    """
+    there, here = ({param.mca_name() for param in rules.params} for rules in (theirs, mine))
+    if there != here:
+        raise McaError(
+            f"{directory}: its adapter has other tensors than this model's ({min(there ^ here)}, ...); load it "
+            "with load_adapter onto the base model"
+        )
+    saved = _scales(theirs)
+    for name, (module, rank, scale) in _scales(mine).items():
+        if saved[name] != (module, rank, scale):
+            _, its_rank, its_scale = saved[name]
+            raise McaError(
+                f"{directory}: its adapter on {module} has rank {its_rank} and scale {its_scale:g}, this model's "
+                f"{rank} and {scale:g}; set lora_rank, lora_alpha and use_rslora (rank_pattern, alpha_pattern) to "
+                "those that it was trained with"
+            )
+
+
+def _scales(rules: AdapterRules) -> Mapping[str, tuple[str, int, float]]:
+    return {pair.a.mca_name(): (pair.target.module, pair.rank, pair.scale) for pair in rules.factors}
+
+
+def require_base_weights(adapter: AdapterConfig, *, merged: bool) -> None:
+    """Raise if disabling the adapter would not give the base model.
+
+    Raises:
+        McaError: It is merged, or trains the base model's own parameters.
+    """
+    if merged:
+        raise McaError("the adapter is merged; call unmerge_adapter first")
+    if adapter.modules_to_save:
+        raise McaError(
+            "disable_adapter is not supported with modules_to_save, which trains parts of the base model; load the "
+            "base model a second time as reference, or remove modules_to_save"
+        )
+
+
+def is_trained(param: Param, adapter: AdapterConfig, rules: AdapterRules) -> bool:
+    """Return whether PEFT trains ``param``: not one that it only saved, and with MiCA only lora_A."""
+    if ".lora_B." in param.mca:
+        return str(adapter.document.get("init_lora_weights")).lower() != "mica"
+    return all(param is not other for other in rules.kept)

@@ -15,8 +15,7 @@ from mca_config.errors import McaError
 from mca_config.model_config import DtypeName
 from mca_models.checkpoint.hf_writer import HfTensors
 from mca_models.megatron.distributed.collectives import require_same_arguments
-from mca_models.megatron.distributed.parallel import RankContext
-from mca_models.megatron.live_model import LiveModel
+from mca_models.megatron.distributed.parallel import LiveModel, RankContext
 from mca_models.megatron.state.buckets import (
     Entry,
     ParamSpecs,
@@ -26,7 +25,7 @@ from mca_models.megatron.state.buckets import (
     plan_buckets,
     stacks,
 )
-from mca_models.megatron.state.fp8_export import quantised
+from mca_models.megatron.state.fp8 import quantised
 from mca_models.megatron.state.param_specs import (
     cast_param_specs,
     gather_param_specs,

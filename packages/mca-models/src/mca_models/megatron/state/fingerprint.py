@@ -8,8 +8,8 @@ import torch.distributed
 from torch import Tensor
 
 from mca_models.megatron import platform
+from mca_models.megatron.distributed.parallel import LiveModel
 from mca_models.megatron.factory.fill import is_first_replica, shard_rank_and_size
-from mca_models.megatron.live_model import LiveModel
 from mca_models.weights import Param
 
 _STEP = 1 << 22

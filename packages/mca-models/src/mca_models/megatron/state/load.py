@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from mca_models.megatron.distributed import parallel
+from mca_models.megatron.distributed.parallel import LiveModel
 from mca_models.megatron.factory.fill import shard_rank_and_size
-from mca_models.megatron.live_model import LiveModel
 from mca_models.megatron.names import LocalParam
-from mca_models.megatron.state.fp8_load import DequantizedWeights
+from mca_models.megatron.state.fp8 import DequantizedWeights
 from mca_models.megatron.state.param_specs import model_params
 from mca_models.megatron.state.weight_receiver import Weight, WeightReceiver, load_on_all_ranks, receive_all
 from mca_models.megatron.tensors import copy_finite

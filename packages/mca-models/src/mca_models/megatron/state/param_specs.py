@@ -8,8 +8,8 @@ from mca_models.checkpoint.hf_writer import HfTensors
 from mca_models.checkpoint.placement import stored_params
 from mca_models.megatron.distributed import parallel
 from mca_models.megatron.distributed.collectives import all_gather
+from mca_models.megatron.distributed.parallel import LiveModel
 from mca_models.megatron.factory.fill import full_shape
-from mca_models.megatron.live_model import LiveModel
 from mca_models.megatron.state.buckets import ParamSpecs, Shape
 from mca_models.megatron.tensors import CODES
 from mca_models.storage.dtypes import CODES as CODE_OF

@@ -16,7 +16,7 @@ from mca_models.checkpoint.placement import expert_rank, pipeline_stage
 from mca_models.checkpoint.side_files import copy_side_files
 from mca_models.megatron.distributed import parallel
 from mca_models.megatron.distributed.collectives import run_on_all_ranks, run_on_first_rank, shared_directory
-from mca_models.megatron.live_model import LiveModel
+from mca_models.megatron.distributed.parallel import LiveModel
 from mca_models.megatron.state.buckets import ParamSpecs, Unit, plan_buckets
 from mca_models.megatron.state.param_specs import gather_param_specs, model_params, split_specs
 from mca_models.megatron.state.stream import FilledBucket, Piece, WeightSource, stream

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mca_config.errors import McaError, raise_problems
 from mca_models.megatron import platform
-from mca_models.megatron.live_model import LiveModel
+from mca_models.megatron.distributed.parallel import LiveModel
 from mca_models.megatron.state.buckets import ParamSpecs
 from mca_models.megatron.state.export import WeightBucket, WeightRequest, export_buckets
 from mca_models.megatron.state.stream import Piece

@@ -16,18 +16,19 @@ from pathlib import Path
 
 from mca_config.errors import McaError
 from mca_config.model_config import FILE_NAME
-from mca_models.checkpoint.hf_writer import config_text, write_config
+from mca_models.checkpoint.hf_directory import CONFIG
+from mca_models.checkpoint.hf_writer import config_text
 from mca_models.checkpoint.mca_directory import LATEST, iteration_name
 from mca_models.megatron import features
 from mca_models.megatron.distributed import parallel
 from mca_models.megatron.distributed.collectives import SharedDirectory, run_on_first_rank
+from mca_models.megatron.distributed.parallel import LiveModel
 from mca_models.megatron.distributed.writer import (
     METADATA,
     PendingWrite,
     suppress_writer_warnings,
     write_state,
 )
-from mca_models.megatron.live_model import LiveModel
 from mca_models.megatron.state.save import copy_model_side_files
 from mca_models.megatron.types import GptModel, ShardedState
 from mca_models.storage.atomic import write_file
@@ -107,7 +108,7 @@ def _prepare(models: LiveModel, partial: Path) -> None:
     """Write the small files, which readers only open once the directory is complete."""
     (partial / iteration_name(_ITERATION)).mkdir()
     write_file(partial / FILE_NAME, models.config.to_json().encode())
-    write_config(partial, config_text(models.config))
+    write_file(partial / CONFIG, config_text(models.config))
     copy_model_side_files(models, partial)
     write_file(partial / LATEST, f"{_ITERATION}\n".encode())
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 import mca_models
 from mca_config.errors import McaError
-from mca_models.lora.per_expert import ExpertFactors
+from mca_models.lora.peft_directory import ExpertFactors
 from mca_models.megatron.peft import PeftModels
 from mca_models.templates import get_family
 from mca_models.weights import Param
