@@ -5,7 +5,11 @@ from dataclasses import replace
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
 from mca_models.templates.config_table import (
+    GELU,
+    GELU_ONLY,
+    GELU_SANDWICH,
     NO_ATTENTION_BIAS,
+    NO_BIDIRECTIONAL,
     ConfigTable,
     Field,
     Fixed,
@@ -14,7 +18,6 @@ from mca_models.templates.config_table import (
 )
 from mca_models.templates.family import Family, by_type
 from mca_models.templates.lens import Lens
-from mca_models.templates.parts.activations import GELU, GELU_ONLY, GELU_SANDWICH, NO_BIDIRECTIONAL
 from mca_models.templates.parts.clip_tower import CLIP_SPELLINGS, siglip_tower
 from mca_models.templates.parts.common import dense_layers, renamed
 from mca_models.templates.parts.rope import FULL, SLIDING, derive_dual_rope, layer_types, write_dual_rope

@@ -10,6 +10,8 @@ from mca_config.model_config import McaModelConfig
 from mca_config.printable import counted
 from mca_config.types import JsonObject, Typed, Values
 from mca_models.templates.config_table import (
+    GELU,
+    GELU_ONLY,
     NO_ATTENTION_BIAS,
     ConfigTable,
     Field,
@@ -19,7 +21,6 @@ from mca_models.templates.config_table import (
 )
 from mca_models.templates.family import Family, by_type
 from mca_models.templates.lens import Lens
-from mca_models.templates.parts.activations import GELU, GELU_ONLY
 from mca_models.templates.parts.common import (
     MLP,
     attention,

@@ -74,18 +74,7 @@ def _glm4_params(config: McaModelConfig) -> list[Param]:
 GLM4 = Family(
     model_type="glm4",
     architecture="Glm4ForCausalLM",
-    config=ConfigTable(
-        fields=(*dense_fields(eps=1.5625e-07), Field("add_qkv_bias", "attention_bias", True)),
-        defaults={
-            "num_key_value_heads": 2,
-            "head_dim": 128,
-            "partial_rotary_factor": 0.5,
-            "pad_token_id": 151329,
-        },
-        constants={"norm_placement": "sandwich", "rotary_interleaved": True},
-        fixed=(SILU,),
-        partial_rotary=True,
-    ),
+    config=replace(GLM.table, constants={"norm_placement": "sandwich", **GLM.table.constants}),
     params=_glm4_params,
 )
 
@@ -162,13 +151,8 @@ GLM_MOE_DSA = replace(
     config=replace(
         DEEPSEEK_V32.table,
         defaults={
-            **{
-                "rms_norm_eps": 1e-5,
-                "routed_scaling_factor": 2.5,
-                "n_shared_experts": 1,
-                "first_k_dense_replace": 3,
-            },
-            **{"q_lora_rank": 2048, "index_n_heads": 32},
+            **{"rms_norm_eps": 1e-5, "routed_scaling_factor": 2.5, "n_shared_experts": 1},
+            **{"first_k_dense_replace": 3, "q_lora_rank": 2048, "index_n_heads": 32},
         },
         constants={**DEEPSEEK_V32.table.constants, "index_rotary_interleaved": True},
         facts=(Lens(require_indexers), *DEEPSEEK_V32.table.facts),

@@ -6,6 +6,10 @@ from dataclasses import replace
 from mca_config.model_config import McaModelConfig
 from mca_config.types import FamilyConfig, JsonObject, Values
 from mca_models.templates.config_table import (
+    BOTH,
+    GELU,
+    RELU2,
+    RELU2_MLP,
     ConfigTable,
     DropoutTogether,
     Field,
@@ -17,7 +21,6 @@ from mca_models.templates.config_table import (
 )
 from mca_models.templates.family import Family, by_type
 from mca_models.templates.lens import Lens
-from mca_models.templates.parts.activations import BOTH, GELU, RELU2, RELU2_MLP
 from mca_models.templates.parts.common import dense_layers, fused_qkv, grouped_qkv, renamed
 from mca_models.templates.parts.legacy import (
     BARE,

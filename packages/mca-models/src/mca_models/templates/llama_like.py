@@ -5,8 +5,11 @@ from dataclasses import replace
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
 from mca_models.templates.config_table import (
+    BOTH,
     NO_ATTENTION_BIAS,
     NO_MLP_BIAS,
+    RELU2,
+    RELU2_MLP,
     SILU,
     SWIGLU_WITHOUT_BIASES,
     ConfigTable,
@@ -19,7 +22,6 @@ from mca_models.templates.config_table import (
 )
 from mca_models.templates.family import Family, by_type
 from mca_models.templates.lens import Lens
-from mca_models.templates.parts.activations import BOTH, RELU2, RELU2_MLP
 from mca_models.templates.parts.common import dense_layers, renamed
 from mca_models.templates.parts.rope import FULL, LLAMA3, SLIDING, write_layer_types
 from mca_models.templates.parts.sliding_window import write_window

@@ -72,11 +72,6 @@ YARN = {
 """Default of transformers where ``config.json`` has no rope."""
 
 
-def query_temperature(default: JsonObject) -> Lens:
-    """Return the lens of a rope with a query temperature; ``default`` are its parameters without a named rope."""
-    return Lens(lambda hf: derive_query_temperature(hf, default), write_query_temperature)
-
-
 # Mistral 7B and its successors: HF `MistralForCausalLM`: Llama's weights with a sliding window.
 MISTRAL = Family(
     model_type="mistral",
@@ -90,16 +85,11 @@ MISTRAL = Family(
 )
 
 # Ministral 8B: HF `MinistralForCausalLM`: Mistral's weights with a window in the layers that are named.
-MINISTRAL = Family(
+MINISTRAL = replace(
+    MISTRAL,
     model_type="ministral",
     architecture="MinistralForCausalLM",
-    config=ConfigTable(
-        fields=(*dense_fields(), Field("window_size", "sliding_window", None)),
-        defaults={"num_key_value_heads": 8, "sliding_window": 4096},
-        fixed=(SILU,),
-        facts=(LISTED_WINDOWS,),
-    ),
-    params=dense_layers,
+    config=replace(MISTRAL.table, facts=(LISTED_WINDOWS,)),
 )
 
 # Ministral 3: HF `Ministral3ForCausalLM`: Mistral, queries beyond the first context grow with their position.
@@ -110,7 +100,7 @@ MINISTRAL3 = Family(
         fields=(*dense_fields(eps=1e-5), Field("window_size", "sliding_window", None)),
         defaults={"num_key_value_heads": 8, "head_dim": 128, "pad_token_id": 11},
         fixed=(SILU,),
-        facts=(query_temperature(YARN),),
+        facts=(Lens(lambda hf: derive_query_temperature(hf, YARN), write_query_temperature),),
     ),
     params=dense_layers,
 )
