@@ -2,17 +2,14 @@
 
 import ast
 import re
-import sys
 
 import pytest
 
-from mca_models.templates import FAMILIES
+from mca_models.templates import FAMILIES, FILES
 from source_tree import SOURCES, Source, nodes
 
 TEMPLATES = "mca_models.templates"
-TABLES = frozenset(
-    {TEMPLATES, f"{TEMPLATES}.catalog", f"{TEMPLATES}.classification_head", f"{TEMPLATES}.llama_like"}
-)
+TABLES = frozenset({TEMPLATES, f"{TEMPLATES}.catalog", f"{TEMPLATES}.classification_head"})
 """Modules that list families: what they are, what is particular to each or why it is refused, HF's classes of heads."""
 
 LAYERS = frozenset({"mamba"})
@@ -20,9 +17,7 @@ LAYERS = frozenset({"mamba"})
 NAMES = (frozenset(FAMILIES) | {kind for family in FAMILIES.values() for kind in family.texts}) - LAYERS
 _QUOTED = re.compile("['\"](?:" + "|".join(sorted(NAMES)) + ")['\"]")
 
-OWN = {
-    name for name, module in sys.modules.items() if name.startswith(TEMPLATES) and hasattr(module, "FAMILY")
-}
+OWN = {f"{TEMPLATES}.{file}" for file in FILES}
 """The files of the families themselves."""
 
 

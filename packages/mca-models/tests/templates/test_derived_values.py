@@ -1,6 +1,5 @@
 """Values that families derive from other keys of config.json, by hand."""
 
-from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,8 +7,9 @@ import pytest
 
 from mca_config.layout import ParallelLayout
 from mca_config.pipeline import pipeline_plan
+from mca_models.templates import FAMILIES
 from mca_models.templates.live_names import is_in_chunk
-from mca_models.templates.parts import gated_delta_net, moe, multipliers, sliding_window
+from mca_models.templates.parts import gated_delta_net, moe, sliding_window
 from mca_models.weights import Stage
 
 F, S, C, L = "full_attention", "sliding_attention", "chunked_attention", "linear_attention"
@@ -18,8 +18,9 @@ F, S, C, L = "full_attention", "sliding_attention", "chunked_attention", "linear
 MIMO = {"num_hidden_layers": 2, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 
 
-def family(name: str, function: str = "derive") -> Any:
-    return getattr(import_module(f"mca_models.templates.{name}"), function)
+def family(kind: str, place: int = -1) -> Any:
+    """Return what reads the facts of a family that are at ``place`` in its table."""
+    return FAMILIES[kind].table.facts[place].read
 
 
 WIDTH = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
@@ -90,23 +91,23 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
         {"use_post_norm": False, "logits_scaling": 4.0},
         {"norm_placement": "pre", "logits_scaling": 0.25},
     ),
-    "lfm2": (family("lfm2", "read"), {"intermediate_size": 1000}, {"ffn_hidden_size": 768}),
+    "lfm2": (family("lfm2"), {"intermediate_size": 1000}, {"ffn_hidden_size": 768}),
     "lfm2 with a factor": (
-        family("lfm2", "read"),
+        family("lfm2"),
         {"intermediate_size": 1000, "block_multiple_of": 10, "block_ffn_dim_multiplier": 1.5},
         {"ffn_hidden_size": 1000},  # 666 * 1.5 = 999
     ),
     "lfm2 without a multiple": (
-        family("lfm2", "read"),
+        family("lfm2"),
         {"intermediate_size": 1000, "block_ffn_dim_multiplier": None},
         {"ffn_hidden_size": 666},
     ),
     "lfm2 as written": (
-        family("lfm2", "read"),
+        family("lfm2"),
         {"intermediate_size": 1000, "block_auto_adjust_ff_dim": False},
         {"ffn_hidden_size": 1000},
     ),
-    "lfm2_moe": (family("lfm2_moe", "read"), {"num_hidden_layers": 4}, {"moe_layer_freq": (0, 0, 1, 1)}),
+    "lfm2_moe": (family("lfm2_moe"), {"num_hidden_layers": 4}, {"moe_layer_freq": (0, 0, 1, 1)}),
     "llama4": (
         family("llama4_text"),
         {"num_hidden_layers": 5},
@@ -178,11 +179,11 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
         {"layer_types": (L, L, L, F, L)},
     ),
     "scales of gemma": (
-        multipliers.scales,
+        family("gemma2"),
         {"hidden_size": 49},
         {"softmax_scale": 1 / 16, "embedding_multiplier": 7.0},
     ),
-    "the scale of cohere": (multipliers.read_logit_scale, {}, {"logits_scaling": 16.0}),
+    "the scale of cohere": (family("cohere"), {}, {"logits_scaling": 16.0}),
     "windows by a pattern": (
         sliding_window.derive_rotated_windows,
         {"num_hidden_layers": 5, "sliding_window": 7, "sliding_window_pattern": "LLG"},
@@ -301,12 +302,12 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
         },
     ),
     "minimax_m2 with rotated channels": (
-        family("minimax_m2"),
+        family("minimax_m2", 1),
         {"rotary_dim": 64, "head_dim": 128, "rope_theta": 5e6},
         {"rotary_percent": 0.5, "rotary_base": 5e6},
     ),
     "minimax_m2 with a rotated share": (
-        family("minimax_m2"),
+        family("minimax_m2", 1),
         {"rotary_dim": 64, "head_dim": 256, "rope_parameters": {"partial_rotary_factor": 0.75}},
         {"rotary_percent": 0.75},
     ),
@@ -320,7 +321,7 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
         {**MIMO, "sliding_window": 3},
         {"window_size": 3},
     ),
-    "minimax_m2 without either": (family("minimax_m2"), {"head_dim": 128}, {"rotary_percent": 1.0}),
+    "minimax_m2 without either": (family("minimax_m2", 1), {"head_dim": 128}, {"rotary_percent": 1.0}),
     "layers with experts behind the first": (
         moe.derive_moe_layers,
         {"num_hidden_layers": 3},
@@ -339,7 +340,7 @@ def test_a_value_follows_from_other_keys(case: str) -> None:
 def test_experts_without_computation_have_matrices_that_nobody_reads() -> None:
     """Every second of four layers has experts: two with weights, and three that return their input."""
     config = SimpleNamespace(num_experts=2, num_layers=4, moe=SimpleNamespace(moe_identity_experts=3))
-    assert family("longcat_flash", "ignored_hf")(config) == {
+    assert FAMILIES["longcat_flash"].ignored_hf(config) == {
         f"model.layers.{layer}.mlp.experts.{expert}.{part}.weight"
         for layer in (0, 1)
         for expert in (2, 3, 4)
@@ -349,7 +350,7 @@ def test_experts_without_computation_have_matrices_that_nobody_reads() -> None:
 
 def test_norms_behind_dense_layers_are_ignored() -> None:
     config = SimpleNamespace(num_layers=3, is_moe_layer=lambda layer: layer == 1)
-    assert family("axk1", "unused_norms")(config) == {
+    assert FAMILIES["axk1"].ignored_hf(config) == {
         f"model.layers.{layer}.post_mlp_layernorm.weight" for layer in (0, 2)
     }
 

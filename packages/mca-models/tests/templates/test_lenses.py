@@ -75,7 +75,7 @@ def imported_families(text: str) -> list[str]:
             found.append(node.module.removeprefix(f"{mca_models.templates.__name__}."))
         elif isinstance(node, ast.Import):
             found += [alias.name.removeprefix(f"{mca_models.templates.__name__}.") for alias in node.names]
-    return [name for name in found if name in FAMILIES or name == "llama_like"]
+    return [name for name in found if name in mca_models.templates.FILES]
 
 
 def test_no_family_imports_another() -> None:
@@ -87,10 +87,10 @@ def test_no_family_imports_another() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "from mca_models.templates import gpt2",
-        "from mca_models.templates.gpt2 import FAMILY",
-        "import mca_models.templates.gpt2",
+        "from mca_models.templates import gpt",
+        "from mca_models.templates.gpt import GPT2",
+        "import mca_models.templates.gpt",
     ],
 )
 def test_a_planted_import_is_caught(text: str) -> None:
-    assert imported_families(text) == ["gpt2"]
+    assert imported_families(text) == ["gpt"]

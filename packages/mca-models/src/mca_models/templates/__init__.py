@@ -1,6 +1,6 @@
-"""Weight templates: one short file for each model family, and the table of them."""
+"""Weight templates: a file for each line of models, and the table of them."""
 
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from importlib import import_module
 
 from mca_config.errors import HfConfigError
@@ -18,15 +18,17 @@ __all__ = ["FAMILIES", "Family", "config_from_hf", "config_to_hf", "get_family"]
 class _Families(MutableMapping[str, Family]):
     """Families by ``model_type``; the file of one is imported when the family is first asked for."""
 
-    def __init__(self, table: Iterable[tuple[str, str]]) -> None:
-        """``table``: each type with its module and, after a colon, the family's name there (``FAMILY``)."""
-        self._entries: dict[str, Family | str] = dict(table)
+    def __init__(self, files: Mapping[str, str]) -> None:
+        """``files``: that of each type."""
+        self._entries: dict[str, Family | str] = {kind: files[kind] for kind in sorted(files)}
 
     def __getitem__(self, model_type: str) -> Family:
         entry = self._entries[model_type]
         if isinstance(entry, str):
-            module, _, name = entry.partition(":")
-            entry = self._entries[model_type] = _family_in(f"{__name__}.{module}", name or "FAMILY")
+            found = vars(import_module(f"{__name__}.{entry}"))
+            entry = self._entries[model_type] = (
+                found["FAMILY"] if "FAMILY" in found else found["FAMILIES"][model_type]
+            )
         return entry
 
     def __setitem__(self, model_type: str, family: Family) -> None:
@@ -45,180 +47,57 @@ class _Families(MutableMapping[str, Family]):
         return model_type in self._entries
 
 
-def _family_in(module: str, name: str) -> Family:
-    found = vars(import_module(module))
-    family = found[name] if name in found else found["FAMILIES"][name]
-    assert isinstance(family, Family), f"{module}.{name} is no Family"
-    return family
-
-
-_IN_ITS_FILE = (
-    "afmoe",
-    "apertus",
-    "aria_text",
-    "audioflamingo3",
-    "axk1",
-    "bailing_hybrid",
-    "bamba",
-    "bloom",
-    "cohere",
-    "cohere2",
-    "cohere2_moe",
-    "cohere2_vision",
-    "cwm",
-    "deepseek_v2",
-    "deepseek_v3",
-    "deepseek_v32",
-    "dots1",
-    "ernie4_5_moe",
-    "exaone_moe",
-    "falcon",
-    "falcon_h1",
-    "flex_olmo",
-    "flint",
-    "gemma2",
-    "gemma3",
-    "gemma3_text",
-    "gemma4",
-    "gemma4_text",
-    "gemma4_unified",
-    "gemma4_unified_text",
-    "glm",
-    "glm4",
-    "glm4_moe",
-    "glm4_moe_lite",
-    "glm4v",
-    "glm_moe_dsa",
-    "glmasr",
-    "got_ocr2",
-    "gpt2",
-    "gpt_bigcode",
-    "gpt_neox",
-    "gpt_oss",
-    "gptj",
-    "granite_swa",
-    "granitemoe",
-    "granitemoe_swa",
-    "granitemoehybrid",
-    "granitemoeshared",
-    "hunyuan_v1_dense",
-    "hunyuan_v1_moe",
-    "hy_v3",
-    "hyperclovax",
-    "idefics3",
-    "internvl",
-    "kimi_linear",
-    "lfm2",
-    "lfm2_moe",
-    "lfm2_vl",
-    "lfm3",
-    "lfm3_vl",
-    "llama4_text",
-    "longcat_flash",
-    "mellum",
-    "mimo",
-    "mimo_v2_flash",
-    "minicpm3",
-    "minicpmv4_6",
-    "minimax",
-    "minimax_m2",
-    "deepseek_vl",
-    "exaone4_5",
-    "jamba",
-    "kimi_k25",
-    "lighton_ocr",
-    "mamba",
-    "llama4",
-    "llava",
-    "llava_next",
-    "llava_onevision",
-    "minimax_m3_vl",
-    "minimax_m3_vl_text",
-    "mistral3",
-    "mistral4",
-    "mixtral",
-    "nanochat",
-    "nemotron_h",
-    "olmo3",
-    "olmo_hybrid",
-    "olmoe",
-    "opt",
-    "ovis2",
-    "persimmon",
-    "phi",
-    "phi3",
-    "phimoe",
-    "qianfan_ocr",
-    "qwen2_5_omni_thinker",
-    "qwen2_5_vl",
-    "qwen2_audio",
-    "qwen2_moe",
-    "qwen2_vl",
-    "qwen3_asr",
-    "qwen3_5",
-    "qwen3_5_text",
-    "qwen3_moe",
-    "qwen3_next",
-    "qwen3_omni_moe_thinker",
-    "qwen3_vl",
-    "smollm3",
-    "solar_open",
-    "starcoder2",
-    "vaultgemma",
-    "vipllava",
-    "voxtral",
-    "youtu",
-)
-"""Types whose family is ``FAMILY`` of the module of their name."""
-_WITH_ANOTHER = {
-    "aya_vision": "cohere2_vision:AYA_VISION",
-    "falcon_mamba": "mamba:FALCON",
-    "mamba2": "mamba:MAMBA2",
-    "glm4v_moe": "glm4v:MOE_FAMILY",
-    "glm46v": "glm4v:GLM46V",
-    "glm_ocr": "glm4v:GLM_OCR",
-    "glmga": "glm4v:GLMGA",
-    "kimi_k2": "deepseek_v3:KIMI_K2",
-    "qwen2_5_omni": "qwen2_5_omni_thinker:WHOLE",
-    "qwen3_5_moe": "qwen3_5:MOE_FAMILY",
-    "qwen3_5_moe_text": "qwen3_5_text:MOE_FAMILY",
-    "qwen3_omni_moe": "qwen3_omni_moe_thinker:WHOLE",
-    "qwen3_vl_moe": "qwen3_vl:MOE_FAMILY",
-    "smolvlm": "idefics3:SMOLVLM",
+FILES = {
+    "afmoe": "afmoe",
+    "apertus": "apertus",
+    "aria_text": "aria_text",
+    "bailing_hybrid": "bailing_hybrid",
+    "bamba": "bamba",
+    "bloom": "bloom",
+    "cohere": "aya_vision cohere cohere2 cohere2_moe cohere2_vision",
+    "deepseek": "axk1 deepseek_v2 deepseek_v3 deepseek_v32 deepseek_vl kimi_k2 youtu",
+    "dots1": "dots1",
+    "ernie": "ernie4_5 ernie4_5_moe",
+    "exaone": "exaone4 exaone4_5 exaone_moe",
+    "falcon": "falcon falcon_h1",
+    "flint": "flint",
+    "gemma": "gemma gemma2 gemma3 gemma3_text vaultgemma",
+    "gemma4": "gemma4 gemma4_text gemma4_unified gemma4_unified_text",
+    "glm": "glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa solar_open",
+    "glm4v": "glm46v glm4v glm4v_moe glm_ocr glmga",
+    "got_ocr2": "got_ocr2",
+    "gpt": "gpt2 gpt_bigcode gpt_neox gptj persimmon starcoder2",
+    "gpt_oss": "gpt_oss",
+    "granite": "granite granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared hyperclovax",
+    "hunyuan": "hunyuan_v1_dense hunyuan_v1_moe hy_v3",
+    "idefics3": "idefics3 smolvlm",
+    "internvl": "internvl qianfan_ocr",
+    "jamba": "jamba",
+    "kimi": "kimi_k25 kimi_linear",
+    "lfm": "lfm2 lfm2_moe lfm2_vl lfm3 lfm3_vl",
+    "llama4": "llama4 llama4_text",
+    "llama_like": "arcee cwm helium internlm3 iquestcoder jais2 llama nanochat nemotron seed_oss smollm3 stablelm",
+    "llava": "llava llava_next llava_onevision vipllava",
+    "longcat_flash": "longcat_flash",
+    "mamba": "falcon_mamba mamba mamba2",
+    "mimo": "mimo mimo_v2_flash",
+    "minicpm": "minicpm3 minicpmv4_6",
+    "minimax": "minimax minimax_m2 minimax_m3_vl minimax_m3_vl_text",
+    "mistral": "lighton_ocr ministral ministral3 mistral mistral3 mistral4 mixtral",
+    "nemotron_h": "nemotron_h",
+    "olmo": "flex_olmo olmo olmo2 olmo3 olmo_hybrid olmoe",
+    "opt": "opt",
+    "ovis2": "ovis2",
+    "phi": "phi phi3 phimoe",
+    "qwen": "mellum qwen2 qwen2_moe qwen3 qwen3_moe",
+    "qwen2_vl": "qwen2_5_vl qwen2_vl",
+    "qwen3_5": "qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next",
+    "qwen3_vl": "qwen3_vl qwen3_vl_moe",
+    "qwen_omni": "qwen2_5_omni qwen2_5_omni_thinker qwen3_asr qwen3_omni_moe qwen3_omni_moe_thinker",
+    "whisper_like": "audioflamingo3 glmasr qwen2_audio voxtral",
 }
-_LLAMA_LIKE = (
-    "arcee",
-    "ernie4_5",
-    "exaone4",
-    "gemma",
-    "granite",
-    "helium",
-    "internlm3",
-    "iquestcoder",
-    "jais2",
-    "llama",
-    "ministral",
-    "ministral3",
-    "mistral",
-    "nemotron",
-    "olmo",
-    "olmo2",
-    "qwen2",
-    "qwen3",
-    "seed_oss",
-    "stablelm",
-)
-"""Types whose family is a value of `llama_like`."""
-
-FAMILIES = _Families(
-    sorted(
-        [
-            *zip(_IN_ITS_FILE, _IN_ITS_FILE, strict=True),
-            *_WITH_ANOTHER.items(),
-            *((kind, f"llama_like:{kind}") for kind in _LLAMA_LIKE),
-        ]
-    )
-)
+"""The types of each file of this package that has families."""
+FAMILIES = _Families({kind: file for file, kinds in FILES.items() for kind in kinds.split()})
 
 
 def get_family(model_type: str) -> Family:

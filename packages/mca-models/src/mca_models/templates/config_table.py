@@ -352,6 +352,17 @@ NO_ATTENTION_BIAS = _no_bias("attention_bias", "the attention projections alone,
 NO_MLP_BIAS = _no_bias("mlp_bias", "the MLP alone")
 SILU = Fixed("hidden_act", ("silu",), "this family's gated MLP is built with SwiGLU")
 SWIGLU_WITHOUT_BIASES = (SILU, NO_ATTENTION_BIAS, NO_MLP_BIAS)
+RELU2 = Fixed("hidden_act", ("relu2",), "this family's MLP")
+RELU2_MLP = {"hidden_act": "relu2", "gated_linear_unit": False}
+GELU = "gelu_pytorch_tanh"
+GELU_SANDWICH: Values = {
+    "hidden_act": GELU,
+    "layernorm_zero_centered_gamma": True,
+    "norm_placement": "sandwich",
+}
+GELU_ONLY = Fixed("hidden_activation", (GELU,), "Gemma's gated MLP")
+NO_BIDIRECTIONAL = Fixed("use_bidirectional_attention", (False, None), "Megatron's decoder is causal")
+BOTH = "Megatron has biases on all linears or on none"
 
 
 def _plain(value: Typed) -> Typed:

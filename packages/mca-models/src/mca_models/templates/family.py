@@ -204,3 +204,8 @@ class Family:
     def text(self, config: McaModelConfig) -> "Family":
         """The family of the text part: itself without a vision model."""
         return self.texts[config.text_model_type] if config.text_model_type else self
+
+
+def by_type(*families: Family) -> dict[str, Family]:
+    """Return ``families``, which are those of a file, by their ``model_type``."""
+    return {family.model_type: family for family in families}

@@ -9,7 +9,7 @@ from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.templates import get_family
 from mca_models.templates.config_table import HfConfig, head_dim
-from mca_models.templates.family import Family
+from mca_models.templates.family import Family, by_type
 from mca_models.templates.lens import Lens
 from mca_models.templates.parts.moe import AUX_LOSS, GROUPED_EXPERTS
 from mca_models.templates.parts.passthrough import with_mtp_passthrough
@@ -180,8 +180,8 @@ def _family(
     )
 
 
-FAMILY = _family("glm4v", "Glm4vForConditionalGeneration", dense_text())
-MOE_FAMILY = _family("glm4v_moe", "Glm4vMoeForConditionalGeneration", moe_text())
+GLM4V = _family("glm4v", "Glm4vForConditionalGeneration", dense_text())
+GLM4V_MOE = _family("glm4v_moe", "Glm4vMoeForConditionalGeneration", moe_text())
 GLM46V = _family(
     "glm46v", "Glm46VForConditionalGeneration", dense_text(), moe_text(), ties="never", video="seconds_after"
 )
@@ -193,3 +193,5 @@ GLM_OCR = with_mtp_passthrough(
         "glm_ocr", "GlmOcrForConditionalGeneration", ocr_text(), video="seconds_after", shapes=ocr_tensors
     )
 )
+
+FAMILIES = by_type(GLM4V, GLM4V_MOE, GLM46V, GLMGA, GLM_OCR)

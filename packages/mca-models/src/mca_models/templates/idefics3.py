@@ -5,7 +5,7 @@ SigLIP on square tiles, whose patches are shuffled into fewer for a linear, and 
 
 from mca_config.model_config import McaModelConfig
 from mca_models.templates import get_family
-from mca_models.templates.family import Family
+from mca_models.templates.family import Family, by_type
 from mca_models.templates.parts.clip_tower import encoder_layers
 from mca_models.templates.parts.vision_language import vision_language_family
 from mca_models.templates.parts.vision_tower import (
@@ -63,5 +63,7 @@ def _family(model_type: str, architecture: str) -> Family:
     )
 
 
-FAMILY = _family("idefics3", "Idefics3ForConditionalGeneration")
+IDEFICS3 = _family("idefics3", "Idefics3ForConditionalGeneration")
 SMOLVLM = _family("smolvlm", "SmolVLMForConditionalGeneration")
+
+FAMILIES = by_type(IDEFICS3, SMOLVLM)

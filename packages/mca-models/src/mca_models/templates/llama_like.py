@@ -1,29 +1,77 @@
-"""Families that differ from Llama in values alone: keys, defaults and constants of ``config.json``."""
+"""Families with Llama's parameters, that differ in ``config.json`` alone: keys, defaults and constants."""
 
+from dataclasses import replace
+
+from mca_config.model_config import McaModelConfig
+from mca_config.types import JsonObject, Values
 from mca_models.templates.config_table import (
+    BOTH,
     NO_ATTENTION_BIAS,
     NO_MLP_BIAS,
+    RELU2,
+    RELU2_MLP,
     SILU,
     SWIGLU_WITHOUT_BIASES,
     ConfigTable,
     Field,
     Fixed,
+    HfConfig,
     dense_fields,
     norm_epsilon,
+    read_rope,
 )
-from mca_models.templates.family import Family
-from mca_models.templates.parts.activations import BOTH, GELU, NO_BIAS, NO_BIDIRECTIONAL, RELU2, RELU2_MLP
-from mca_models.templates.parts.common import dense_layers
-from mca_models.templates.parts.multipliers import EMBEDDING_SCALE, FACTORS
-from mca_models.templates.parts.query_temperature import YARN, query_temperature
-from mca_models.templates.parts.sliding_window import LISTED_WINDOWS, ROTATED_WINDOWS, SWITCHED_WINDOW
+from mca_models.templates.family import Family, by_type
+from mca_models.templates.lens import Lens
+from mca_models.templates.parts.common import dense_layers, renamed
+from mca_models.templates.parts.rope import FULL, LLAMA3, SLIDING, write_layer_types
+from mca_models.templates.parts.sliding_window import write_window
+from mca_models.weights import Param
 
 
 def _llama_like(model_type: str, architecture: str, config: ConfigTable) -> Family:
     return Family(model_type=model_type, architecture=architecture, config=config, params=dense_layers)
 
 
-_ALL = (
+def _smollm3_derive(hf: HfConfig) -> JsonObject:
+    """Layers without rope (HF lists those *with* it under ``no_rope_layers``), which may have a window."""
+    step = hf.get("no_rope_layer_interval", 4)
+    rotated = hf.get("no_rope_layers") or [int((i + 1) % step != 0) for i in range(hf["num_hidden_layers"])]
+    window = hf.get("sliding_window") if hf.get("use_sliding_window") else None
+    kinds = hf.get("layer_types") or ["full_attention" if yes else "sliding_attention" for yes in rotated]
+    return {
+        "no_rope_freq": tuple(1 - int(yes) for yes in rotated),
+        "window_size": window,
+        "layer_types": tuple(kinds) if window else None,
+    }
+
+
+def _smollm3_write(values: Values) -> HfConfig:
+    rotated = [1 - skip for skip in values["no_rope_freq"] or (0,) * values["num_layers"]]
+    return {"no_rope_layers": rotated, **write_window(values)}
+
+
+_CWM_ROPE = {**LLAMA3, "rope_theta": 1e6, "factor": 16.0}
+
+
+def _cwm_derive(hf: HfConfig) -> JsonObject:
+    """Each layer's kind, and the family's own rope if none is named."""
+    pattern = [SLIDING if i % 4 else FULL for i in range(hf["num_hidden_layers"])]
+    window = hf.get("sliding_window", 8192) or None
+    kinds = tuple(hf.get("layer_types") or pattern) if window else None
+    named = any(hf.get(key) is not None for key in ("rope_parameters", "rope_scaling"))
+    rope = {} if named else read_rope({"rope_parameters": _CWM_ROPE})
+    return {"window_size": window, "layer_types": kinds, **rope}
+
+
+def _cwm_write(values: Values) -> HfConfig:
+    return {"sliding_window": values["window_size"] or 0, **write_layer_types(values)}
+
+
+def _nanochat_params(config: McaModelConfig) -> list[Param]:
+    return renamed(dense_layers(config), {"up_proj": "fc1", "down_proj": "fc2"})
+
+
+FAMILIES = by_type(
     # Llama 2 and 3.
     _llama_like(
         "llama",
@@ -58,62 +106,6 @@ _ALL = (
             ),
         ),
     ),
-    # Mistral 7B and its successors: Llama's weights with a sliding window.
-    _llama_like(
-        "mistral",
-        "MistralForCausalLM",
-        ConfigTable(
-            fields=(*dense_fields(), Field("window_size", "sliding_window", None)),
-            defaults={"num_key_value_heads": 8, "sliding_window": 4096},
-            fixed=(SILU,),
-        ),
-    ),
-    # Ministral 8B: Mistral's weights with a window in the layers that are named.
-    _llama_like(
-        "ministral",
-        "MinistralForCausalLM",
-        ConfigTable(
-            fields=(*dense_fields(), Field("window_size", "sliding_window", None)),
-            defaults={"num_key_value_heads": 8, "sliding_window": 4096},
-            fixed=(SILU,),
-            facts=(LISTED_WINDOWS,),
-        ),
-    ),
-    # Ministral 3: Mistral, queries beyond the first context grow with their position.
-    _llama_like(
-        "ministral3",
-        "Ministral3ForCausalLM",
-        ConfigTable(
-            fields=(*dense_fields(eps=1e-5), Field("window_size", "sliding_window", None)),
-            defaults={"num_key_value_heads": 8, "head_dim": 128, "pad_token_id": 11},
-            fixed=(SILU,),
-            facts=(query_temperature(YARN),),
-        ),
-    ),
-    # Qwen 2 and 2.5: Llama's weights with biases on q, k and v.
-    _llama_like(
-        "qwen2",
-        "Qwen2ForCausalLM",
-        ConfigTable(
-            fields=dense_fields(),
-            defaults={"num_key_value_heads": 32},
-            constants={"add_qkv_bias": True},
-            fixed=(SILU,),
-            facts=(SWITCHED_WINDOW,),
-        ),
-    ),
-    # Qwen 3, dense: with QK-norm for each head.
-    _llama_like(
-        "qwen3",
-        "Qwen3ForCausalLM",
-        ConfigTable(
-            fields=dense_fields(),
-            defaults={"head_dim": 128, "num_key_value_heads": 32},
-            constants={"qk_layernorm": True},
-            fixed=(SILU, NO_ATTENTION_BIAS),
-            facts=(SWITCHED_WINDOW,),
-        ),
-    ),
     # Seed-OSS: Llama's weights with biases on q, k and v.
     _llama_like(
         "seed_oss",
@@ -132,49 +124,6 @@ _ALL = (
             ),
         ),
     ),
-    # OLMo: LayerNorms without weights; q, k and v may be clipped.
-    _llama_like(
-        "olmo",
-        "OlmoForCausalLM",
-        ConfigTable(
-            fields=(
-                *(field for field in dense_fields() if field.mca != "layernorm_epsilon"),
-                Field("clip_qkv", "clip_qkv", None),
-            ),
-            defaults={"pad_token_id": 1},
-            constants={"normalization": "LayerNorm", "norm_weight": False, "layernorm_epsilon": 1e-5},
-            fixed=(SILU, NO_ATTENTION_BIAS),
-        ),
-    ),
-    # OLMo 2: post-norms, and over all heads of q and of k.
-    _llama_like(
-        "olmo2",
-        "Olmo2ForCausalLM",
-        ConfigTable(
-            fields=dense_fields(eps=1e-5),
-            defaults={"pad_token_id": 1},
-            constants={"norm_placement": "post", "qk_layernorm": True, "qk_layernorm_full_width": True},
-            fixed=(SILU, NO_ATTENTION_BIAS),
-        ),
-    ),
-    # EXAONE 4: post-norms; RoPE only in sliding-window layers.
-    _llama_like(
-        "exaone4",
-        "Exaone4ForCausalLM",
-        ConfigTable(
-            fields=dense_fields(eps=1e-5),
-            defaults={"num_key_value_heads": 32, "sliding_window": 4096},
-            constants={"norm_placement": "post", "qk_layernorm": True},
-            fixed=(SILU,),
-            facts=(ROTATED_WINDOWS,),
-        ),
-    ),
-    # Granite 3: Llama's weights with scaled embeddings, residuals and logits.
-    _llama_like(
-        "granite",
-        "GraniteForCausalLM",
-        ConfigTable(fields=(*dense_fields(), *FACTORS), fixed=SWIGLU_WITHOUT_BIASES),
-    ),
     # Helium: Llama's weights; RoPE turns neighbouring channels.
     _llama_like(
         "helium",
@@ -184,17 +133,6 @@ _ALL = (
             defaults={"num_key_value_heads": 20, "head_dim": 128, "rope_theta": 1e5, "pad_token_id": 3},
             constants={"rotary_interleaved": True},
             fixed=SWIGLU_WITHOUT_BIASES,
-        ),
-    ),
-    # ERNIE 4.5, dense: Llama's weights; RoPE turns neighbouring channels.
-    _llama_like(
-        "ernie4_5",
-        "Ernie4_5ForCausalLM",
-        ConfigTable(
-            fields=dense_fields(tied=True, eps=1e-5),
-            defaults={"num_key_value_heads": 2, "head_dim": 128, "rope_theta": 5e5, "pad_token_id": 0},
-            constants={"rotary_interleaved": True},
-            fixed=(SILU, NO_BIAS),
         ),
     ),
     # Arcee AFM: Llama with an MLP of squared ReLU, without a gate.
@@ -251,23 +189,48 @@ _ALL = (
             partial_rotary=True,
         ),
     ),
-    # Gemma 1: zero-centered norms, scaled embeddings.
+    # SmolLM 3: every fourth layer is NoPE.
     _llama_like(
-        "gemma",
-        "GemmaForCausalLM",
+        "smollm3",
+        "SmolLM3ForCausalLM",
         ConfigTable(
             fields=dense_fields(tied=True),
-            defaults={"head_dim": 256, "num_key_value_heads": 16, "pad_token_id": 0, "hidden_act": GELU},
-            constants={"hidden_act": GELU, "layernorm_zero_centered_gamma": True},
-            fixed=(
-                NO_ATTENTION_BIAS,
-                Fixed("hidden_act", (GELU, "gelu"), "Gemma's gated MLP"),
-                NO_BIDIRECTIONAL,
-            ),
-            facts=(EMBEDDING_SCALE,),
+            defaults={"rope_theta": 2e6, "num_key_value_heads": 4, "pad_token_id": 128004},
+            fixed=SWIGLU_WITHOUT_BIASES,
+            facts=(Lens(_smollm3_derive, _smollm3_write),),
         ),
     ),
+    # Code World Model: three of four layers have a sliding window.
+    _llama_like(
+        "cwm",
+        "CwmForCausalLM",
+        ConfigTable(
+            fields=dense_fields(eps=1e-5),
+            defaults={"num_key_value_heads": 8, "rope_theta": _CWM_ROPE["rope_theta"]},
+            fixed=SWIGLU_WITHOUT_BIASES,
+            facts=(Lens(_cwm_derive, _cwm_write),),
+        ),
+    ),
+    # nanochat: norms without weights, of embeddings too; squared ReLU, capped logits.
+    replace(
+        _llama_like(
+            "nanochat",
+            "NanoChatForCausalLM",
+            ConfigTable(
+                fields=(*dense_fields(), Field("final_logit_softcapping", "final_logit_softcapping", None)),
+                defaults={"pad_token_id": 1, "final_logit_softcapping": 15.0},
+                constants={
+                    **RELU2_MLP,
+                    "norm_weight": False,
+                    "embedding_norm": True,
+                    "qk_layernorm": True,
+                    "qk_layernorm_after_rope": True,
+                    "qk_layernorm_weight": False,
+                    "rotary_backwards": True,
+                },
+                fixed=(RELU2, NO_ATTENTION_BIAS),
+            ),
+        ),
+        params=_nanochat_params,
+    ),
 )
-
-FAMILIES = {family.model_type: family for family in _ALL}
-"""By HF's ``model_type``."""

@@ -7,7 +7,7 @@ from mca_config.errors import HfConfigError
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
 from mca_models.templates.config_table import SILU, ConfigTable, Field, Fixed, HfConfig
-from mca_models.templates.family import Family
+from mca_models.templates.family import Family, by_type
 from mca_models.templates.lens import Lens
 from mca_models.templates.parts.common import embedding, head, renamed
 from mca_models.templates.parts.mamba import fields, least_step, mamba, require_groups
@@ -67,15 +67,15 @@ def params(config: McaModelConfig) -> list[Param]:
     return renamed(renamed([embedding(), *layers, *head(config)], NAMES), {"model.layers": "backbone.layers"})
 
 
-FAMILY = Family(
+MAMBA = Family(
     model_type="mamba",
     architecture="MambaForCausalLM",
     config=CONFIG,
     params=params,
     unadaptable=frozenset({"dt_proj", "out_proj"}),
 )
-FALCON = replace(
-    FAMILY,
+FALCON_MAMBA = replace(
+    MAMBA,
     model_type="falcon_mamba",
     architecture="FalconMambaForCausalLM",
     config=replace(
@@ -129,3 +129,5 @@ MAMBA2 = Family(
     params=params,
     unadaptable=frozenset({"out_proj"}),
 )
+
+FAMILIES = by_type(MAMBA, FALCON_MAMBA, MAMBA2)

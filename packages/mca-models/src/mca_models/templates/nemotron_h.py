@@ -8,6 +8,7 @@ from mca_config.types import JsonObject, Values
 from mca_models.templates.config_table import (
     NO_ATTENTION_BIAS,
     NO_MLP_BIAS,
+    RELU2_MLP,
     ConfigTable,
     Field,
     Fixed,
@@ -17,7 +18,6 @@ from mca_models.templates.config_table import (
 )
 from mca_models.templates.family import Family
 from mca_models.templates.lens import Lens
-from mca_models.templates.parts.activations import RELU2_MLP
 from mca_models.templates.parts.common import attention, dense_mlp, embedding, head, renamed
 from mca_models.templates.parts.mamba import (
     PLAIN_STEPS,

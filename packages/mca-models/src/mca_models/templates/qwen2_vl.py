@@ -1,4 +1,4 @@
-"""Qwen 2 VL: HF ``Qwen2VLForConditionalGeneration``: Qwen 2 with sectioned rotary positions."""
+"""Qwen 2 and 2.5 VL: a tower with a patch merger, and Qwen 2 with sectioned rotary positions."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.templates import get_family
 from mca_models.templates.config_table import HfConfig, head_dim
-from mca_models.templates.family import Family
+from mca_models.templates.family import Family, by_type
 from mca_models.templates.lens import Lens
 from mca_models.templates.parts.patch_merger import INSIDE, MERGERS, SPELLINGS, VISUAL, merger, patches
 from mca_models.templates.parts.sliding_window import window, write_window
@@ -16,6 +16,8 @@ from mca_models.templates.parts.vision_values import vision_values
 
 QWEN2 = get_family("qwen2")
 
+
+# Qwen 2 VL: HF `Qwen2VLForConditionalGeneration`: Qwen 2 with sectioned rotary positions.
 _DEFAULTS = {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "max_window_layers": 80}
 
 
@@ -31,8 +33,7 @@ def text_family() -> Family:
     return replace(QWEN2, model_type="qwen2_vl_text", config=config)
 
 
-def tensors(config: McaModelConfig) -> Shapes:
-    """Every tensor of the vision model."""
+def _qwen2_tensors(config: McaModelConfig) -> Shapes:
     _, vision = vision_values(config)
     width = vision.size("embed_dim", 1280)
     inner = int(width * vision.factor("mlp_ratio", 4))
@@ -52,10 +53,51 @@ def tensors(config: McaModelConfig) -> Shapes:
     }
 
 
-FAMILY = vision_language_family(
+QWEN2_VL = vision_language_family(
     "qwen2_vl",
     "Qwen2VLForConditionalGeneration",
     {"qwen2_vl_text": text_family()},
-    VisionModel(tensors=tensors, spellings=SPELLINGS, projector=MERGERS, video_tokens="together"),
+    VisionModel(tensors=_qwen2_tensors, spellings=SPELLINGS, projector=MERGERS, video_tokens="together"),
     INSIDE,
 )
+
+
+# Qwen 2.5 VL: HF `Qwen2_5_VLForConditionalGeneration`: Qwen 2 VL with windows in the vision model.
+TEXT = replace(QWEN2_VL.texts["qwen2_vl_text"], model_type="qwen2_5_vl_text")
+
+
+def _qwen2_5_tensors(config: McaModelConfig) -> Shapes:
+    _, vision = vision_values(config)
+    width, inner = vision.size("hidden_size", 3584), vision.size("intermediate_size", 3420)
+    block = {
+        **norm("norm1", width, bias=False),
+        **norm("norm2", width, bias=False),
+        **linear("attn.qkv", 3 * width, width),
+        **linear("attn.proj", width, width),
+        **linear("mlp.gate_proj", inner, width),
+        **linear("mlp.up_proj", inner, width),
+        **linear("mlp.down_proj", width, inner),
+    }
+    merged = width * vision.size("spatial_merge_size", 2) ** 2
+    return {
+        f"{VISUAL}patch_embed.proj.weight": patches(vision, width),
+        **repeat_shapes(f"{VISUAL}blocks", vision.layers("depth", 32), block),
+        **merger(f"{VISUAL}merger", width, merged, vision.size("out_hidden_size", 3584), bias=False),
+    }
+
+
+QWEN2_5_VL = vision_language_family(
+    "qwen2_5_vl",
+    "Qwen2_5_VLForConditionalGeneration",
+    {"qwen2_5_vl_text": TEXT},
+    VisionModel(
+        tensors=_qwen2_5_tensors,
+        spellings=SPELLINGS,
+        projector=MERGERS,
+        video_tokens="together",
+        tokens_per_second=4,
+    ),
+    INSIDE,
+)
+
+FAMILIES = by_type(QWEN2_VL, QWEN2_5_VL)

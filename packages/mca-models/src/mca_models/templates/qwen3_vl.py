@@ -13,7 +13,7 @@ from mca_config.model_config import McaModelConfig
 from mca_config.types import Values
 from mca_models.templates import get_family
 from mca_models.templates.config_table import HfConfig, dense_fields
-from mca_models.templates.family import Family
+from mca_models.templates.family import Family, by_type
 from mca_models.templates.lens import Lens
 from mca_models.templates.parts.deepstack import INSIDE, MERGERS, SPELLINGS, tensors, without_window
 from mca_models.templates.parts.moe import TRANSPOSED, expert_fields, sparse_layers, write_sparse
@@ -70,5 +70,7 @@ def _family(model_type: str, architecture: str, text: Family) -> Family:
     )
 
 
-FAMILY = _family("qwen3_vl", "Qwen3VLForConditionalGeneration", text_family())
-MOE_FAMILY = _family("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", moe_text_family())
+QWEN3_VL = _family("qwen3_vl", "Qwen3VLForConditionalGeneration", text_family())
+QWEN3_VL_MOE = _family("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", moe_text_family())
+
+FAMILIES = by_type(QWEN3_VL, QWEN3_VL_MOE)

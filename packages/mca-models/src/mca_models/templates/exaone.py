@@ -1,0 +1,126 @@
+"""EXAONE 4 and 4.5, and K-EXAONE."""
+
+from dataclasses import replace
+from functools import partial
+
+from mca_config.model_config import McaModelConfig
+from mca_config.types import JsonObject, Values
+from mca_models.templates.config_table import SILU, ConfigTable, HfConfig, dense_fields
+from mca_models.templates.family import Family, by_type
+from mca_models.templates.lens import Lens
+from mca_models.templates.parts.common import dense_layers
+from mca_models.templates.parts.moe import (
+    NORMALISED,
+    SCALED,
+    SIGMOID_ROUTER,
+    derive_moe_layers,
+    expert_fields,
+    moe_params,
+    sigmoid_experts,
+    write_groups,
+)
+from mca_models.templates.parts.names import MoeNames
+from mca_models.templates.parts.passthrough import with_mtp_passthrough
+from mca_models.templates.parts.patch_merger import MERGERS, SPELLINGS, VISUAL, merger, patches
+from mca_models.templates.parts.sliding_window import (
+    ROTATED_WINDOWS,
+    derive_rotated_windows,
+    write_rotated_windows,
+)
+from mca_models.templates.parts.vision_language import vision_language_family
+from mca_models.templates.parts.vision_tower import (
+    NestedTextConfig,
+    Shapes,
+    VisionModel,
+    linear,
+    norm,
+    repeat_shapes,
+)
+from mca_models.templates.parts.vision_values import vision_values
+
+# EXAONE 4: HF `Exaone4ForCausalLM`: post-norms; RoPE only in sliding-window layers.
+EXAONE4 = Family(
+    model_type="exaone4",
+    architecture="Exaone4ForCausalLM",
+    config=ConfigTable(
+        fields=dense_fields(eps=1e-5),
+        defaults={"num_key_value_heads": 32, "sliding_window": 4096},
+        constants={"norm_placement": "post", "qk_layernorm": True},
+        fixed=(SILU,),
+        facts=(ROTATED_WINDOWS,),
+    ),
+    params=dense_layers,
+)
+
+
+# K-EXAONE: HF `ExaoneMoeForCausalLM`: EXAONE 4's attention after norms, DeepSeek V3's experts.
+BIAS = "mlp.e_score_correction_bias"
+NAMES = MoeNames(router_bias=BIAS, in_memory=((BIAS, "mlp.gate.e_score_correction_bias"),))
+
+
+def derive(hf: HfConfig) -> JsonObject:
+    """Windows and ropes by layer, and experts."""
+    experts = sigmoid_experts({**hf, "n_shared_experts": hf.get("num_shared_experts", 1)})
+    return {**derive_rotated_windows(hf), **experts, **derive_moe_layers(hf), "mtp_num_layers": 0}
+
+
+def _write(values: Values) -> HfConfig:
+    groups = write_groups(values)
+    return {**write_rotated_windows(values), **groups, "num_shared_experts": groups["n_shared_experts"]}
+
+
+EXAONE_MOE = with_mtp_passthrough(
+    Family(
+        model_type="exaone_moe",
+        architecture="ExaoneMoeForCausalLM",
+        config=ConfigTable(
+            fields=(*dense_fields(eps=1e-5), *expert_fields(count="num_experts", default=64), SCALED),
+            defaults={
+                "num_key_value_heads": 32,
+                "sliding_window": 4096,
+                "first_k_dense_replace": 1,
+                "routed_scaling_factor": 2.5,
+                "pad_token_id": 0,
+            },
+            constants={"qk_layernorm": True, **SIGMOID_ROUTER},
+            fixed=(SILU, NORMALISED),
+            facts=(Lens(derive, _write),),
+        ),
+        params=partial(moe_params, names=NAMES),
+        moe=NAMES,
+    )
+)
+
+
+# EXAONE 4.5: HF `Exaone4_5_ForConditionalGeneration`: the tower of Qwen 2.5 VL with fewer keys, and EXAONE 4.
+def _tensors(config: McaModelConfig) -> Shapes:
+    _, vision = vision_values(config)
+    width, inner = vision.size("hidden_size", 3584), vision.size("intermediate_size", 3420)
+    heads, groups = vision.size("num_heads", 16), vision.size("num_key_value_heads", 8)
+    block = {
+        **norm("norm1", width, bias=False),
+        **norm("norm2", width, bias=False),
+        **linear("attn.qkv", width + 2 * groups * (width // heads), width),
+        **linear("attn.proj", width, width),
+        **linear("mlp.gate_proj", inner, width),
+        **linear("mlp.up_proj", inner, width),
+        **linear("mlp.down_proj", width, inner),
+    }
+    merged = width * vision.size("spatial_merge_size", 2) ** 2
+    return {
+        f"{VISUAL}patch_embed.proj.weight": patches(vision, width),
+        **repeat_shapes(f"{VISUAL}blocks", vision.layers("depth", 32), block),
+        **merger(f"{VISUAL}merger", width, merged, vision.size("out_hidden_size", 3584), bias=False),
+    }
+
+
+EXAONE4_5 = vision_language_family(
+    "exaone4_5",
+    "Exaone4_5_ForConditionalGeneration",
+    {"exaone4": EXAONE4, "exaone4_5_text": replace(EXAONE4, model_type="exaone4_5_text")},
+    VisionModel(tensors=_tensors, spellings=SPELLINGS[1:], projector=MERGERS, video_tokens="together"),
+    NestedTextConfig(text_model_type="", defaults={"image_token_id": 67, "video_token_id": 68}),
+    assumed=True,
+)
+
+FAMILIES = by_type(EXAONE4, EXAONE_MOE, EXAONE4_5)

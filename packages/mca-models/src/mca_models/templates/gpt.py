@@ -1,0 +1,277 @@
+"""GPT-2 and its heirs before Llama: GPT-J, GPT-NeoX, Persimmon, StarCoder."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+from mca_config.model_config import McaModelConfig
+from mca_config.types import FamilyConfig, JsonObject, Values
+from mca_models.templates.config_table import (
+    BOTH,
+    GELU,
+    RELU2,
+    RELU2_MLP,
+    ConfigTable,
+    DropoutTogether,
+    Field,
+    Fixed,
+    HfConfig,
+    dense_fields,
+    norm_epsilon,
+    read_rope,
+)
+from mca_models.templates.family import Family, by_type
+from mca_models.templates.lens import Lens
+from mca_models.templates.parts.common import dense_layers, fused_qkv, grouped_qkv, renamed
+from mca_models.templates.parts.legacy import (
+    BARE,
+    FUSED_FIELDS,
+    GPT_DROPOUTS,
+    GPT_OUTER,
+    equal_heads,
+    fused_params,
+    gpt2_around,
+    gpt2_heads,
+    gpt2_layer_rules,
+    gpt_masks,
+    token_head,
+    write_gpt2_heads,
+)
+from mca_models.templates.shapes import Shape
+from mca_models.weights import Param, Transposed
+
+# GPT-J: HF `GPTJForCausalLM`: parallel attention and MLP after one LayerNorm, biases in the MLP only.
+INNER = {
+    **{"self_attn.o_proj": "attn.out_proj", "self_attn.": "attn.", "input_layernorm": "ln_1"},
+    **{"up_proj": "fc_in", "down_proj": "fc_out"},
+}
+
+
+def _gptj_derive(hf: HfConfig) -> JsonObject:
+    """Sizes of a head, and how much of it is rotated, by a rope that transformers has no keys for."""
+    width = hf["n_embd"] // hf["n_head"]
+    sizes = {"num_query_groups": hf["n_head"], "kv_channels": width}
+    rope = {"rotary_base": 10000.0, "rope_scaling": None}
+    return {**sizes, **rope, "rotary_percent": (hf.get("rotary_dim") or width) / width}
+
+
+def _gptj_write(values: Values) -> HfConfig:
+    rotated = round(values["kv_channels"] * values["rotary_percent"])
+    return {"rotary_dim": rotated, "activation_function": values["hidden_act"]}
+
+
+def _gptj_params(config: McaModelConfig) -> list[Param]:
+    return renamed(renamed(dense_layers(config), INNER), GPT_OUTER)
+
+
+GPTJ = Family(
+    model_type="gptj",
+    architecture="GPTJForCausalLM",
+    config=ConfigTable(
+        fields=(
+            Field("num_layers", "n_layer"),
+            Field("hidden_size", "n_embd"),
+            Field("num_attention_heads", "n_head"),
+            Field("ffn_hidden_size", "n_inner", lambda hf: 4 * hf["n_embd"]),
+            Field("vocab_size", "vocab_size"),
+            Field("max_position_embeddings", "n_positions"),
+            Field("layernorm_epsilon", "layer_norm_epsilon", 1e-5),
+            Field("init_method_std", "initializer_range", 0.02),
+            Field("tie_word_embeddings", "tie_word_embeddings", False),
+            Field("hidden_act", "activation_function", "gelu_new"),
+            *(Field(mca, hf, 0.0) for mca, hf in GPT_DROPOUTS.items()),
+        ),
+        defaults={"rotary_dim": 64},
+        constants={
+            **{"normalization": "LayerNorm", "parallel_block": "one_norm", "rotary_interleaved": True},
+            **{"add_bias_linear": True, "add_bias_attention": False, "output_bias": True},
+            "gated_linear_unit": False,
+        },
+        fixed=(Fixed("embd_pdrop", (0.0,), "embeddings have no dropout here"),),
+        aliases={
+            **{"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},
+            "max_position_embeddings": "n_positions",
+        },
+        facts=(Lens(_gptj_derive, _gptj_write),),
+        partial_rotary=True,
+    ),
+    params=_gptj_params,
+    ignored_hf=lambda config: gpt_masks("transformer.h.{layer}.attn", config),
+)
+
+
+# GPT-2: HF `GPT2LMHeadModel`: learned positions, LayerNorms, biases everywhere; weights stored as `[in, out]`.
+def detect_extra(config: McaModelConfig, names: Collection[str], shapes: Mapping[str, Shape]) -> Values:
+    """Return whether the names lack the prefix."""
+    return {BARE: True} if "wte.weight" in names else {}
+
+
+def masks(config: FamilyConfig) -> frozenset[str]:
+    """Masks that old files hold."""
+    start = "" if config.extra.get(BARE) else "transformer."
+    return gpt_masks(f"{start}h.{{layer}}.attn", config)
+
+
+def _gpt2_params(config: McaModelConfig) -> list[Param]:
+    turned = [
+        replace(rule, hf_layout=Transposed(rule.hf_layout)) if rule.mca.endswith(_LINEARS) else rule
+        for rule in gpt2_layer_rules(config, fused_qkv(config))
+    ]
+    named = gpt2_around(config, turned)
+    return renamed(named, {"transformer.": ""}) if config.extra.get(BARE) else named
+
+
+_LINEARS = ("linear_qkv.weight", "linear_proj.weight", "linear_fc1.weight", "linear_fc2.weight")
+GPT2 = Family(
+    model_type="gpt2",
+    architecture="GPT2LMHeadModel",
+    config=ConfigTable(
+        fields=(
+            *(its for its in GPTJ.table.fields if its.mca not in ("tie_word_embeddings", *GPT_DROPOUTS)),
+            Field("tie_word_embeddings", "tie_word_embeddings", True),
+            *(Field(mca, hf, 0.1) for mca, hf in GPT_DROPOUTS.items()),
+            Field("embedding_dropout", "embd_pdrop", 0.1),
+        ),
+        defaults={"n_positions": 1024},
+        constants={
+            **{"normalization": "LayerNorm", "add_bias_linear": True, "gated_linear_unit": False},
+            "learned_positions": True,
+        },
+        fixed=(
+            DropoutTogether("embd_pdrop", "resid_pdrop", 0.1),
+            Fixed("scale_attn_weights", (True,), "scores are divided by the root of a head's channels"),
+            Fixed("scale_attn_by_inverse_layer_idx", (False,), "scores of all layers have one scale"),
+            Fixed("add_cross_attention", (False,), "a decoder without an encoder"),
+        ),
+        aliases=GPTJ.table.aliases,
+        facts=(Lens(gpt2_heads, write_gpt2_heads),),
+    ),
+    params=_gpt2_params,
+    detect_extra=detect_extra,
+    ignored_hf=masks,
+    module_names={BARE: False},
+    fp8_unsupported="its weights are stored as [in, out]",
+)
+
+
+# GPT BigCode, StarCoder 1: HF `GPTBigCodeForCausalLM`: GPT-2 with multi-query attention.
+def _bigcode_derive(hf: HfConfig) -> JsonObject:
+    """Sizes of a head, and how many there are of keys."""
+    shared = {"num_query_groups": 1} if hf.get("multi_query", True) else {}
+    return {**gpt2_heads(hf), **shared}
+
+
+def _bigcode_write(values: Values) -> HfConfig:
+    return {**write_gpt2_heads(values), "multi_query": values["num_query_groups"] == 1}
+
+
+def _bigcode_params(config: McaModelConfig) -> list[Param]:
+    shared = config.attention.num_query_groups == 1  # else q, k and v of each head lie together
+    projections = fused_qkv(config) if shared else grouped_qkv(config, "qkv_proj")
+    return gpt2_around(config, gpt2_layer_rules(config, projections))
+
+
+GPT_BIGCODE = Family(
+    model_type="gpt_bigcode",
+    architecture="GPTBigCodeForCausalLM",
+    config=replace(
+        GPT2.table,
+        defaults={**GPT2.table.defaults, "activation_function": GELU},
+        facts=(Lens(_bigcode_derive, _bigcode_write),),
+    ),
+    params=_bigcode_params,
+)
+
+
+# GPT-NeoX and Pythia: HF `GPTNeoXForCausalLM`: parallel attention and MLP, each after a LayerNorm.
+OUTER = {
+    "model.layers.{layer}.self_attn": "gpt_neox.layers.{layer}.attention",
+    "model.embed_tokens": "gpt_neox.embed_in",
+    "model.final_layernorm": "gpt_neox.final_layer_norm",
+    "model.": "gpt_neox.",
+}
+MODULES = "module_names"
+"""The fact in ``extra`` that the output layer is called as transformers' module, not as files call it."""
+
+
+def _neox_derive(hf: HfConfig) -> JsonObject:
+    """Derive the parallel block, and RoPE under this family's names."""
+    base, share = hf.get("rotary_emb_base", 1e4), hf.get("rotary_pct", 0.25)
+    rope = {**hf, "rope_theta": base, "partial_rotary_factor": share}
+    side_by_side = hf.get("use_parallel_residual", True)
+    return {**equal_heads(hf), **read_rope(rope), "parallel_block": "two_norms" if side_by_side else "none"}
+
+
+def _neox_write(values: Values) -> HfConfig:
+    return {"use_parallel_residual": values["parallel_block"] != "none"}
+
+
+def _neox_params(config: McaModelConfig) -> list[Param]:
+    output = {} if config.extra.get(MODULES) else {"lm_head": "embed_out"}
+    return renamed(fused_params(config), OUTER | output | token_head(config))
+
+
+GPT_NEOX = Family(
+    model_type="gpt_neox",
+    architecture="GPTNeoXForCausalLM",
+    config=ConfigTable(
+        fields=(
+            *(field for field in FUSED_FIELDS if field.mca != "pad_token_id"),  # its row is trained
+            Field("hidden_act", "hidden_act", "gelu"),
+        ),
+        constants={"normalization": "LayerNorm", "add_bias_linear": True, "gated_linear_unit": False},
+        fixed=(
+            Fixed("attention_bias", (True,), BOTH),
+            Fixed("hidden_dropout", (0.0,), "embeddings have no dropout here"),
+        ),
+        facts=(Lens(_neox_derive, _neox_write),),
+        partial_rotary=True,
+    ),
+    params=_neox_params,
+    module_names={MODULES: True},
+    ignored_hf=lambda config: gpt_masks("gpt_neox.layers.{layer}.attention", config),
+)
+
+
+# Persimmon: HF `PersimmonForCausalLM`: LayerNorms, also as QK-norm, biases, squared ReLU.
+PERSIMMON = Family(
+    model_type="persimmon",
+    architecture="PersimmonForCausalLM",
+    config=ConfigTable(
+        fields=(*FUSED_FIELDS, Field("qk_layernorm", "qk_layernorm", True)),
+        defaults={"partial_rotary_factor": 0.5},
+        constants={**RELU2_MLP, "normalization": "LayerNorm", "add_bias_linear": True},
+        fixed=(RELU2, Fixed("hidden_dropout", (0.0,), "transformers drops after the MLP only")),
+        facts=(Lens(equal_heads),),
+        partial_rotary=True,
+    ),
+    params=fused_params,
+)
+
+
+# StarCoder 2: HF `Starcoder2ForCausalLM`: LayerNorms, biases everywhere, an MLP without a gate.
+def _starcoder2_params(config: McaModelConfig) -> list[Param]:
+    return renamed(dense_layers(config), {"up_proj": "c_fc", "down_proj": "c_proj"})
+
+
+STARCODER2 = Family(
+    model_type="starcoder2",
+    architecture="Starcoder2ForCausalLM",
+    config=ConfigTable(
+        fields=(
+            *norm_epsilon(dense_fields(tied=True, eps=1e-5), "norm_epsilon"),
+            Field("add_bias_linear", "use_bias", True),
+            Field("window_size", "sliding_window", None),
+            Field("hidden_dropout", "residual_dropout", 0.0),
+            Field("embedding_dropout", "embedding_dropout", 0.0),
+        ),
+        defaults={"num_key_value_heads": 2, "initializer_range": 0.018042},
+        constants={"normalization": "LayerNorm", "hidden_act": GELU, "gated_linear_unit": False},
+        fixed=(
+            Fixed("hidden_act", (GELU,), "this family's MLP"),
+            DropoutTogether("embedding_dropout", "residual_dropout"),
+        ),
+    ),
+    params=_starcoder2_params,
+)
+
+FAMILIES = by_type(GPTJ, GPT2, GPT_BIGCODE, GPT_NEOX, PERSIMMON, STARCODER2)
