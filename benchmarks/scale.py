@@ -125,7 +125,7 @@ def _run(costs: Costs, folder: Path) -> None:
     from mca_train.checkpoint import optimizer_state
     from mca_train.engine.engine import Engine
     from mca_train.losses.token_loss import token_loss
-    from mca_train.trainer.sigterm import StopSignal
+    from mca_train.trainer.monitor import StopSignal
 
     args = TrainingArguments(
         output_dir=str(folder / "run"),
@@ -217,7 +217,7 @@ def _index_of(chunks: Any, world: int) -> Any:
     from torch.distributed.checkpoint import metadata as form
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-    from mca_train.checkpoint import main_params
+    from mca_train.checkpoint import optimizer_state
 
     state = chunks[0].sharded_state_dict(
         metadata={"non_homogeneous_layers": True, "singleton_local_shards": False}
@@ -225,7 +225,7 @@ def _index_of(chunks: Any, world: int) -> Any:
     apply_factories(state)
     entries, places = {}, {}
     tensors = [each for each in nested_values(state) if isinstance(each, ShardedTensor)]
-    kinds = ("optimizer.state.exp_avg", "optimizer.state.exp_avg_sq", main_params.PREFIX)
+    kinds = ("optimizer.state.exp_avg", "optimizer.state.exp_avg_sq", optimizer_state.PREFIX)
     for stage, tensor, kind in itertools.product(range(_PIPELINE), tensors, kinds):
         key = _of_stage(tensor.key, stage)
         if stage and key == tensor.key:

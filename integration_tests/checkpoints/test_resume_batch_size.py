@@ -42,7 +42,7 @@ def run(
     """Trains, up to ``stop`` if that is given; what it saw on this rank in each step, and what it logged."""
     from transformers import TrainerCallback
 
-    from mca_train.run.summary import summary
+    from mca_train.run.record import summary
 
     class Stop(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

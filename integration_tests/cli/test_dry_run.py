@@ -21,7 +21,7 @@ from mca_train.plan.schedule import Order
 pytestmark = pytest.mark.ranks
 
 WITHIN = 0.02  # what the issue of this command promised; all cases are equal to 1e-3 in fact
-OF_IMAGES = {"count": 2, "pixels": 96}
+OF_IMAGES = {"images": 2, "image_size": 96}
 EVALUATED = {"eval_file": "held_out.jsonl", "eval_strategy": "steps", "eval_steps": 5}
 FP16 = {"fp16": True, "loss_scale": 1.0}  # so low that no gradient overflows, which skips a real step
 AGAIN = {"recompute_granularity": "selective"}
@@ -80,9 +80,10 @@ def model_of(name: str) -> str:
 
 def images_in(run: Any) -> Any:
     """Return the images of each sequence, if the model takes any."""
+    from mca_train.plan.options import PlanOptions
     from mca_train.run.plan_input import planned_media
 
-    return planned_media(run, **OF_IMAGES) if run.model.vision else None
+    return planned_media(run, PlanOptions(**OF_IMAGES)) if run.model.vision else None
 
 
 def without_memory(folder: Path, kind: str, changes: dict[str, Any], rank: int, world_size: int) -> StepNeeds:

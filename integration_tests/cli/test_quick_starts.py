@@ -77,7 +77,7 @@ def needs(kind: str, file: Path | None, flags: list[str], gpus: int) -> tuple[in
     from mca_models.megatron.factory.transformer_config import Target
     from mca_train.plan.hardware import load_hardware
     from mca_train.plan.memory import plan_layout
-    from mca_train.plan.remedies import largest_stage, stages_over_limit
+    from mca_train.plan.search import largest_stage, stages_over_limit
     from mca_train.run.plan_input import make_image_check, make_plan_input, planned_media
     from mca_train.run.rules import check
     from mca_train.run.settings import load_values, make_settings

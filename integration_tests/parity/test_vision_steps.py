@@ -144,7 +144,7 @@ def refused(reference: Mixed) -> list[str]:
     from mca_config.errors import McaError
     from mca_models.megatron import AutoModel
     from mca_models.megatron.peft import get_peft_model
-    from mca_train.engine.param_groups import select_trained_parts
+    from mca_train.engine.optimizer import select_trained_parts
 
     def reported(model: Any, **given: Any) -> str:
         unset = dict.fromkeys(

@@ -166,6 +166,7 @@ def _is_tensor(value: object) -> bool:
 
 def images_in(run: Any, images: dict[str, int] | None) -> Any:
     """Return the images of each sequence; a model with one image size gets only that size."""
+    from mca_train.plan.options import PlanOptions
     from mca_train.plan.vision_memory import VisionTower
     from mca_train.run.plan_input import planned_media
 
@@ -173,7 +174,7 @@ def images_in(run: Any, images: dict[str, int] | None) -> Any:
         return None
     tower = VisionTower.from_config(run.model)
     assert tower is not None, "the sizes of its vision tower are not known"
-    return planned_media(run, images["count"], tower.side or images["pixels"])
+    return planned_media(run, PlanOptions(images=images["count"], image_size=tower.side or images["pixels"]))
 
 
 def step_of(

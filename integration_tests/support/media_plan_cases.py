@@ -141,7 +141,7 @@ MODELS: dict[str, Values] = {
 }
 REQUESTS: dict[str, tuple[str, Values, Values]] = {
     **{
-        name: (name, {"count": 2}, {"freeze": []})
+        name: (name, {"images": 2}, {"freeze": []})
         for name in (
             "row and column tiles",
             "thumbnails",
@@ -153,23 +153,23 @@ REQUESTS: dict[str, tuple[str, Values, Values]] = {
             "lone tiles",
         )
     },
-    "joined tiles": ("joined tiles", {"count": 1, "pixels": 500}, {"freeze": []}),
-    "joined tiles frozen": ("joined tiles", {"count": 1, "pixels": 500}, {}),
-    "convolutions frozen": ("convolutions", {"count": 2}, {}),
-    "kept scores frozen": ("kept scores", {"count": 2}, {}),
+    "joined tiles": ("joined tiles", {"images": 1, "image_size": 500}, {"freeze": []}),
+    "joined tiles frozen": ("joined tiles", {"images": 1, "image_size": 500}, {}),
+    "convolutions frozen": ("convolutions", {"images": 2}, {}),
+    "kept scores frozen": ("kept scores", {"images": 2}, {}),
     # so many that a tower without merged windows is caught
-    "merged windows": ("merged windows", {"count": 24}, {"freeze": []}),
-    "merged windows frozen": ("merged windows", {"count": 2}, {}),
-    "visual words frozen": ("visual words", {"count": 2}, {}),
+    "merged windows": ("merged windows", {"images": 24}, {"freeze": []}),
+    "merged windows frozen": ("merged windows", {"images": 2}, {}),
+    "visual words frozen": ("visual words", {"images": 2}, {}),
     **{
-        f"{name} of videos": (name, {"videos": 2, "frames": 6}, {"freeze": []})
+        f"{name} of videos": (name, {"videos": 2, "video_frames": 6}, {"freeze": []})
         for name in ("images", "lone tiles", "merged windows", "pooled")
     },
     **{
         name: (name, {"clips": 2}, {"freeze": []})
         for name in ("windows of clips", "masked windows", "rotated clips")
     },
-    "conformer": ("conformer", {"count": 0, "clips": 2}, {"freeze": []}),
+    "conformer": ("conformer", {"images": 0, "clips": 2}, {"freeze": []}),
 }
 """Model, requested media, and changes of a plain run."""
 
@@ -179,6 +179,7 @@ def plan_and_dry_run(name: str, folder: Path) -> tuple[int, int]:
     from mca_train.dry_run.stages import count_micro_batches
     from mca_train.dry_run.step import measure_step
     from mca_train.plan.memory import plan_layout
+    from mca_train.plan.options import PlanOptions
     from mca_train.run.plan_input import make_plan_input, planned_media
     from mca_train.run.rules import check
     from mca_train.run.settings import make_settings
@@ -200,7 +201,7 @@ def plan_and_dry_run(name: str, folder: Path) -> tuple[int, int]:
     findings = check(TASKS["sft"], make_settings(TASKS["sft"], values, "test"), lambda *_: 1)
     assert not findings.impossible, findings.impossible
     run = findings.run
-    media = planned_media(run, **requested)
+    media = planned_media(run, PlanOptions(**requested))
     assert media is not None
     plan = plan_layout(make_plan_input(run, "local", media=media), run.settings.training, run.layout, 1)
     count = count_micro_batches(2, run.layout, 0)

@@ -70,8 +70,7 @@ def _rounded(row: tuple[float, ...]) -> list[float]:
 def _kinds(run: Any, number: int) -> Iterator[tuple[str, list[Any]]]:
     from mca_train.plan.hardware import load_hardware
     from mca_train.plan.memory import plan_layout
-    from mca_train.plan.remedies import with_changes
-    from mca_train.plan.search import predict_step_time
+    from mca_train.plan.search import predict_step_time, with_changes
     from mca_train.run.plan_input import make_plan_input, planned_media
 
     args, world_size = run.settings.training, run.world_size

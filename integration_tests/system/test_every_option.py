@@ -12,7 +12,7 @@ from harness import prepare_parent, run_ranks
 from loss_curves import _BUILDERS
 from mca_config import _megatron_keys as keys
 from mca_config.arguments import DistributingParallelArguments, MegatronArguments, _additional
-from mca_config.arguments import _unsupported_settings as rules
+from mca_config.arguments import _additional as rules
 from mca_config.errors import McaError
 from mca_models.megatron import platform
 from prediction import deepseek_with_prediction

@@ -72,7 +72,7 @@ def test_what_only_shows_or_guards_gets_no_fault(tmp_path):
 
 
 def test_equivalent_faults_are_not_drawn(tmp_path, monkeypatch):
-    path = "packages/mca-train/src/mca_train/losses/kto.py"
+    path = "packages/mca-train/src/mca_train/losses/token_loss.py"
     (first, *others) = mutate.candidates([path])
     (tmp_path / "equivalent.json").write_text(json.dumps({first.identity: "a reason"}))
     monkeypatch.setattr(mutate, "EQUIVALENT", tmp_path / "equivalent.json")

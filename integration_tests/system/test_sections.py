@@ -61,7 +61,7 @@ IN_TRAINING: Mapping[str, Mapping[str, str]] = {
     },
     "vision": {
         "config.model_parts": "trained parts of a vision-language model",
-        "engine.param_groups": "learning rates of parts",
+        "engine.optimizer": "learning rates of parts",
         "losses.preference": "a reference model without a tower",
         "metrics.throughput": "a frozen language model",
         "plan.counts": "parameters of the tower",

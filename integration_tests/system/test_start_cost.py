@@ -71,7 +71,7 @@ def test_a_replica_holds_and_reads_its_share_of_the_optimizer(tmp_path):
 
 def stopped_at(signalled: int) -> int:
     """Step after which this rank stops; rank 2 gets SIGTERM in one."""
-    from mca_train.trainer.sigterm import StopSignal
+    from mca_train.trainer.monitor import StopSignal
 
     with StopSignal() as stop:
         for step in range(20):

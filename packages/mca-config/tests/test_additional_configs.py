@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mca_config import DistributingParallelArguments, McaError, _megatron_keys
-from mca_config.arguments import _additional, _unsupported_settings
+from mca_config.arguments import _additional
 
 KNOWN = _megatron_keys.COMMON | _megatron_keys.ONLY_0_16 | _megatron_keys.ONLY_0_19
 ARGUMENTS = frozenset(DistributingParallelArguments.__dataclass_fields__)
@@ -53,12 +53,12 @@ def test_what_no_run_follows_is_refused_with_the_reason(name: str) -> None:
 
 
 def test_what_is_followed_and_refused_is_megatrons_and_nothing_is_both() -> None:
-    followed = {name for names in _unsupported_settings.SUPPORTED.values() for name in names}
+    followed = {name for names in _additional.SUPPORTED.values() for name in names}
     assert followed <= KNOWN - _megatron_keys.ARCHITECTURE - ARGUMENTS
-    tables = (_unsupported_settings._UNSUPPORTED, _unsupported_settings._DETAILS)
+    tables = (_additional._UNSUPPORTED, _additional._DETAILS)
     for pattern in (pattern for table in tables for patterns in table.values() for pattern in patterns):
         assert any(fnmatch(name, pattern) for name in KNOWN), pattern
-    refused = [pattern for patterns in _unsupported_settings._UNSUPPORTED.values() for pattern in patterns]
+    refused = [pattern for patterns in _additional._UNSUPPORTED.values() for pattern in patterns]
     assert not [name for name in followed for pattern in refused if fnmatch(name, pattern)]
 
 
@@ -66,7 +66,7 @@ def test_the_documents_name_all_that_is_followed() -> None:
     page = (Path(__file__).parents[3] / "docs" / "keys.md").read_text(encoding="utf-8")
     table = page.partition("## Any other setting of Megatron")[2].partition("On the local layers")[0]
     named = [name for row in re.findall(r"^\| (.*?) \|", table, re.M) for name in re.findall("`(.*?)`", row)]
-    followed = {name for names in _unsupported_settings.SUPPORTED.values() for name in names}
+    followed = {name for names in _additional.SUPPORTED.values() for name in names}
     assert followed == {name for name in followed if any(fnmatch(name, each) for each in named)}
     assert not [each for each in named if not any(fnmatch(name, each) for name in followed)]
 

@@ -16,7 +16,7 @@ from mca_config import (
     Seq2SeqTrainingArguments,
     TrainingArguments,
 )
-from mca_config._hf_arguments import _ON, IGNORED, REFUSED, problems
+from mca_config.training_checks import _ON, IGNORED, REFUSED, hf_problems
 
 GIVEN: dict[str, Any] = {
     "tensor_model_parallel_size": 2,
@@ -140,16 +140,16 @@ def test_every_field_of_the_installed_transformers_is_known() -> None:
 def test_settings_that_are_all_off_are_not_refused() -> None:
     args = training()
     args.fsdp_config = {"min_num_params": 0, "xla": False}  # as transformers 5.2 fills it by itself
-    assert not problems(args)
+    assert not hf_problems(args)
     args.fsdp_config["xla"] = True
-    assert [line.partition(" ")[0] for line in problems(args)] == ["fsdp_config"]
+    assert [line.partition(" ")[0] for line in hf_problems(args)] == ["fsdp_config"]
 
 
 @pytest.mark.parametrize("name", ["warmup_ratio", "logging_dir"])
 def test_what_has_left_transformers_is_refused_where_it_is_still_a_field(name: str) -> None:
     args = training()
     setattr(args, name, 0.5)
-    assert [line for line in problems(args) if line.startswith(f"{name} is not supported")]
+    assert [line for line in hf_problems(args) if line.startswith(f"{name} is not supported")]
 
 
 @pytest.mark.parametrize("name", ["gradient_checkpointing", "activation_checkpointing"])

@@ -233,7 +233,7 @@ def test_help_imports_nothing_heavy(words):
     code = (
         f"import sys; from mca_train.cli import main; main({words}); "
         "heavy = {'torch', 'transformers', 'numpy', 'datasets'}; "
-        "heavy |= {'mca_train.losses.preference_options', 'mca_train.tasks.row_context'}; "
+        "heavy |= {'mca_train.losses.preference_options', 'mca_train.tasks.load'}; "
         "print(sorted(heavy & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -13,8 +13,14 @@ from mca_train.cli import main
 from mca_train.config.early_arguments import read_hf_fields
 from mca_train.config.renamed_options import RENAMED
 from mca_train.reference.commands import schema, starter
-from mca_train.reference.keys import REQUIRED, declared_keys, format_default, task_keys, value_placeholder
-from mca_train.reference.pages import TABLES
+from mca_train.reference.keys import (
+    REQUIRED,
+    TABLES,
+    declared_keys,
+    format_default,
+    task_keys,
+    value_placeholder,
+)
 from mca_train.tasks.table import TASKS
 
 KINDS = sorted(TASKS)
@@ -202,7 +208,7 @@ def test_the_tables_of_the_documents_are_those_of_the_classes():
     docs = Path(__file__).parents[3] / "docs"
     texts = {page: page.read_text() for page in docs.glob("*.md")}
     stale = [page.name for page, text in texts.items() if update_document(text, TABLES) != text]
-    assert not stale, f"python -m mca_train.reference.pages {' '.join(f'docs/{name}' for name in stale)}"
+    assert not stale, f"python -m mca_train.reference.keys {' '.join(f'docs/{name}' for name in stale)}"
     whole = "".join(texts.values())
     shown = {name for name in TABLES if f"<!-- {name} -->" in whole}
     assert shown == set(TABLES) - {"keys of pretrain", "keys of sft"}  # which have none of their own

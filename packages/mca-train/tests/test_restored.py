@@ -94,16 +94,19 @@ def test_hybrids_stay_what_they_are_if_one_cannot_become_plain(monkeypatch: pyte
 
 
 def test_a_failed_evaluation_leaves_the_metrics_of_training() -> None:
-    hf: Any = SimpleNamespace(
-        ranks=SimpleNamespace(device=torch.device("cpu"), context_parallel_rank=0), train_dataset=None
-    )
-    hooks: Any = SimpleNamespace(
-        metric_names=("accuracy",), metric_differences={}, metric_extremes={}, token_values=None
-    )
-    watch: Any = SimpleNamespace(restore=lambda state: None)
     plain = SimpleNamespace(num_moe_experts=None, mtp_num_layers=None)
     nothing: Any = SimpleNamespace(chunks=[SimpleNamespace(config=plain)], evaluation=lambda dataset: [])
-    metrics = Logger(hf, hooks, nothing, watch, nothing, nothing, is_token_loss=True)
+    hf: Any = SimpleNamespace(
+        ranks=SimpleNamespace(device=torch.device("cpu"), context_parallel_rank=0),
+        train_dataset=None,
+        metric_names=("accuracy",),
+        metric_differences={},
+        metric_extremes={},
+        token_values=None,
+        watch=SimpleNamespace(restore=lambda state: None),
+        model=nothing,
+    )
+    metrics = Logger(hf, nothing, nothing)
     of_training, metrics._sources = metrics.metrics, (sources := SimpleNamespace())
 
     class Failing:
@@ -115,7 +118,7 @@ def test_a_failed_evaluation_leaves_the_metrics_of_training() -> None:
 
     hf.callback_handler = SimpleNamespace()
     with pytest.raises(RuntimeError):
-        Evaluator(hf, hooks, Failing(), nothing, metrics, watch).evaluate(None, "eval")
+        Evaluator(hf, Failing(), nothing, metrics).evaluate(None, "eval")
     assert (metrics.metrics, metrics._sources) == (of_training, sources)
 
 
@@ -148,10 +151,10 @@ def test_what_was_made_of_a_dataset_goes_when_the_trainer_has_another(tmp_path: 
     def new() -> Rollouts:
         return Rollouts([{"input_ids": torch.arange(4)}])
 
-    hf: Any = SimpleNamespace(train_dataset=new(), eval_dataset={"a": new()})
+    hf: Any = SimpleNamespace(train_dataset=new(), eval_dataset={"a": new()}, watch=None)
     nothing: Any = None
     hf.data_collator = loaders.collate
-    data, other = StepLoaders(hf, loaders, nothing, nothing), new()
+    data, other = StepLoaders(hf, loaders, nothing), new()
     first, evaluated = ref(hf.train_dataset), ref(other)
     for dataset in (None, hf.eval_dataset["a"], other):
         data.train() if dataset is None else data.evaluation(dataset)

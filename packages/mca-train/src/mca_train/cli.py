@@ -12,7 +12,7 @@ from mca_config.errors import McaError, UsageError, raise_problems
 from mca_config.program import Program, fail
 from mca_config.streams import safe_streams
 from mca_config.types import Values
-from mca_train.launch.signals import Stopped
+from mca_train.launch.failures import Stopped
 from mca_train.reference.program import program
 from mca_train.tasks.table import TASKS
 from mca_train.tasks.task import Task
@@ -73,11 +73,11 @@ def _run(known: Program, words: list[str]) -> int:
     if "torch" not in sys.modules and fails(command, kind, values, where, options):
         return 2
     if command == "tokenize":
-        from mca_train.run.tokenize_command import tokenize
+        from mca_train.run.data_commands import tokenize
 
         return tokenize(values, where, options.output_prefix)
     if command == "data":
-        from mca_train.run.data_preview import print_data
+        from mca_train.run.data_commands import print_data
 
         return print_data(kind, values, where)
     if command == "plan" or kind is None:
@@ -209,7 +209,7 @@ def _print_client_path(words: list[str]) -> int:
 
 
 def _report(options: "Namespace") -> int:
-    from mca_train.report.page import write_report
+    from mca_train.report import write_report
 
     if len(options.operands) != 1:
         raise UsageError(

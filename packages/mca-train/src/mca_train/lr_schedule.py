@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from mca_config.errors import McaError
 from mca_config.printable import counted
 from mca_config.types import JsonObject, Values
-from mca_train.config.early_rules import (
+from mca_train.config.early_arguments import (
     SCHEDULE_ERRORS,
     check_rates,
     check_schedule_settings,

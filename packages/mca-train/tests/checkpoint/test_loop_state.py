@@ -11,7 +11,7 @@ import torch
 from mca_config.errors import McaError, UsageError
 from mca_train import ClassificationTrainer, DpoTrainer, KtoTrainer, McaTrainer, RewardTrainer, groups
 from mca_train.checkpoint.directory import load_position, require_kind
-from mca_train.checkpoint.loop_state import LoopState, Totals
+from mca_train.checkpoint.training_state import LoopState, Totals
 from mca_train.checkpoint.writer import CheckpointWriter
 from mca_train.trainer.base import Progress
 from mca_train.trainer.logger import Logger
@@ -52,21 +52,20 @@ def test_a_checkpoint_whose_training_cannot_be_read_says_what_to_do(tmp_path: Pa
 
 
 def with_metrics(names: tuple[str, ...]) -> Logger:
+    plain = SimpleNamespace(num_moe_experts=None, mtp_num_layers=None)
     hf: Any = SimpleNamespace(
-        ranks=SimpleNamespace(device=torch.device("cpu"), context_parallel_rank=0), train_dataset=None
-    )
-    hooks: Any = SimpleNamespace(
+        ranks=SimpleNamespace(device=torch.device("cpu"), context_parallel_rank=0),
+        train_dataset=None,
         metric_names=names,
         metric_differences={},
         metric_extremes={},
         token_values=None,
         run_kind="classify",
+        watch=SimpleNamespace(state=lambda: {"skipped": 0}, restore=lambda state: None),
+        model=SimpleNamespace(chunks=[SimpleNamespace(config=plain)]),
     )
-    watch: Any = SimpleNamespace(state=lambda: {"skipped": 0}, restore=lambda state: None)
-    plain = SimpleNamespace(num_moe_experts=None, mtp_num_layers=None)
-    model: Any = SimpleNamespace(chunks=[SimpleNamespace(config=plain)])
     checkpoints = CheckpointWriter(in_background=False)
-    return Logger(hf, hooks, model, watch, checkpoints, Progress(), is_token_loss=False)
+    return Logger(hf, checkpoints, Progress())
 
 
 def test_sums_are_taken_up_under_their_names(monkeypatch: pytest.MonkeyPatch) -> None:

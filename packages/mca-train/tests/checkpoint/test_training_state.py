@@ -16,11 +16,9 @@ from torch import nn
 from mca_config.errors import McaError, UsageError
 from mca_config.layout import ParallelLayout
 from mca_train.batching.position import RunPosition
-from mca_train.checkpoint import main_params, model, training_state
-from mca_train.checkpoint.loop_state import LoopState
-from mca_train.checkpoint.main_params import copy_into_weights, copy_te_main_params, fill_missing
-from mca_train.checkpoint.optimizer_state import Numbers
-from mca_train.checkpoint.training_state import TrainingState
+from mca_train.checkpoint import model, optimizer_state, training_state
+from mca_train.checkpoint.optimizer_state import Numbers, copy_into_weights, copy_te_main_params, fill_missing
+from mca_train.checkpoint.training_state import LoopState, TrainingState
 from mca_train.engine import rng
 
 
@@ -260,7 +258,7 @@ def test_loaded_main_parameters_become_the_weights_of_fp32_optimizers() -> None:
     ]
     optimizer: Any = SimpleNamespace(chained_optimizers=singles)
     loaded = {0: torch.tensor([7.0, 7.0]), 2: torch.tensor([8.0, 8.0]), 1: "absent"}
-    parts: list[Any] = [{}, {}, {main_params._WEIGHTS: loaded}, {main_params._WEIGHTS: {}}]
+    parts: list[Any] = [{}, {}, {optimizer_state._WEIGHTS: loaded}, {optimizer_state._WEIGHTS: {}}]
     copy_into_weights(optimizer, parts)
     assert [weight.tolist() for weight in weights] == [[7.0, 7.0], [2.0, 2.0], [8.0, 8.0]]
     assert parts == [{}, {}, {}, {}]
@@ -287,20 +285,20 @@ def test_weights_are_requested_from_fp32_optimizers(chained: bool, monkeypatch: 
     optimizer: Any = SimpleNamespace(chained_optimizers=[single, empty]) if chained else single
     parts: list[Any] = [{}, {}] if chained else [{}]
     sharded: Any = "model"
-    main_params.request_weights(optimizer, parts, sharded)
+    optimizer_state.request_weights(optimizer, parts, sharded)
     prefix = "optimizer.state.fp32_param"
     expected = {0: ("leaf 0", [1.0, 1.0], False, prefix), 1: ("leaf 1", [2.0, 2.0], False, prefix)}
-    assert [part[main_params._WEIGHTS] for part in parts] == ([expected, {}] if chained else [expected])
+    assert [part[optimizer_state._WEIGHTS] for part in parts] == ([expected, {}] if chained else [expected])
 
 
 def test_main_parameters_of_transformer_engine_become_its_fp32_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     weights = [parameter(1.0), parameter(2.0, torch.bfloat16), parameter(3.0)]
-    state = {weight: {main_params.MASTER: torch.tensor([5.0, 6.0])} for weight in weights[:2]}
+    state = {weight: {optimizer_state.MASTER: torch.tensor([5.0, 6.0])} for weight in weights[:2]}
     inner = SimpleNamespace(param_groups=[{"params": weights[:1]}, {"params": weights[1:]}], state=state)
     aware, other = SimpleNamespace(optimizer=inner), SimpleNamespace()
-    monkeypatch.setattr(main_params, "is_precision_aware", lambda single: single is aware)
+    monkeypatch.setattr(optimizer_state, "is_precision_aware", lambda single: single is aware)
     optimizer: Any = SimpleNamespace(chained_optimizers=[other, aware])
     copy_te_main_params(optimizer)
     assert [weight.tolist() for weight in weights] == [[5.0, 6.0], [2.0, 2.0], [3.0, 3.0]]

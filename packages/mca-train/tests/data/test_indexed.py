@@ -15,7 +15,7 @@ from mca_train.cli import main
 from mca_train.config.arguments import DataArguments
 from mca_train.data import indexed
 from mca_train.data.indexed import indexed_blocks, write_indexed
-from mca_train.run import tokenize_command
+from mca_train.run import data_commands
 from mca_train.tasks.load import load_mixture, load_tokenized
 from mca_train.tasks.table import TASKS
 
@@ -60,7 +60,7 @@ def test_what_is_tokenized_for_a_model_that_sees_has_no_images_and_no_placeholde
     path = run(train_file=str(file), seq_length=16)
     mark = byte_tokenizer().convert_tokens_to_ids("<|im_end|>")
     seeing = SimpleNamespace(vision_fields={"image_token_id": mark})
-    monkeypatch.setattr(tokenize_command, "model_config", lambda model: seeing)
+    monkeypatch.setattr(data_commands, "model_config", lambda model: seeing)
     file.write_text(json.dumps({"text": "a", "image": "x.png"}) + "\n")
     assert main(["tokenize", path, "--output_prefix", prefix]) != 0
     assert "train_file, row 0" in (reported := capsys.readouterr().err)

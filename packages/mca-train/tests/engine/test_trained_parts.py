@@ -11,8 +11,8 @@ import torch
 from mca_config import TrainingArguments
 from mca_config.errors import McaError
 from mca_models.megatron import platform
-from mca_train.engine import param_groups
-from mca_train.engine.param_groups import select_trained_parts
+from mca_train.engine import optimizer
+from mca_train.engine.optimizer import select_trained_parts
 
 NAMES = ("language", "vision", "audio", "projector")
 
@@ -50,12 +50,12 @@ def other_ranks(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         assert device == "device"
         return max(value, found.pop(0))
 
-    monkeypatch.setattr(param_groups.groups, "max_over_ranks", largest)
-    monkeypatch.setattr(param_groups.groups, "current_ranks", lambda layout: SimpleNamespace(device="device"))
-    monkeypatch.setattr(param_groups, "model_part", lambda param, config: param)
-    monkeypatch.setattr(param_groups, "absent_parts", lambda args, config: iter(()))
+    monkeypatch.setattr(optimizer.groups, "max_over_ranks", largest)
+    monkeypatch.setattr(optimizer.groups, "current_ranks", lambda layout: SimpleNamespace(device="device"))
+    monkeypatch.setattr(optimizer, "model_part", lambda param, config: param)
+    monkeypatch.setattr(optimizer, "absent_parts", lambda args, config: iter(()))
     monkeypatch.setattr(
-        param_groups, "trained_parts", lambda args, config: frozenset(set(NAMES) - set(args.freeze))
+        optimizer, "trained_parts", lambda args, config: frozenset(set(NAMES) - set(args.freeze))
     )
     return found
 
@@ -89,7 +89,7 @@ def test_parts_stay_as_they_are_without_the_key(other_ranks: list[float], tmp_pa
 def test_an_absent_part_is_an_error(
     other_ranks: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(param_groups, "absent_parts", lambda args, config: iter(["no such part"]))
+    monkeypatch.setattr(optimizer, "absent_parts", lambda args, config: iter(["no such part"]))
     with pytest.raises(McaError, match="no such part"):
         select_trained_parts(Model(), arguments(tmp_path))  # type: ignore[arg-type]
 
@@ -105,8 +105,8 @@ def test_an_adapter_keeps_its_parts(
     class Adapted(Model):
         rules = "rules"
 
-    monkeypatch.setattr(param_groups, "PeftModels", Adapted)
-    monkeypatch.setattr(param_groups, "adapter_parts", lambda rules, config: {"vision", "language"})
+    monkeypatch.setattr(optimizer, "PeftModels", Adapted)
+    monkeypatch.setattr(optimizer, "adapter_parts", lambda rules, config: {"vision", "language"})
     model: Any = Adapted()
     if wrong is None:
         select_trained_parts(model, arguments(tmp_path, freeze=frozen))
@@ -126,12 +126,10 @@ def test_trained_parts_are_asked_for_only_if_an_option_needs_them(
 ) -> None:
     model: Any = Model()
     model.config.vision = "vision" if has_vision else None
-    monkeypatch.setattr(param_groups, "_trained_media_parts", lambda model: {"audio"})
-    monkeypatch.setattr(
-        param_groups, "trained_problems", lambda args, parts, adapted: [(args, parts, adapted)]
-    )
+    monkeypatch.setattr(optimizer, "_trained_media_parts", lambda model: {"audio"})
+    monkeypatch.setattr(optimizer, "trained_problems", lambda args, parts, adapted: [(args, parts, adapted)])
     args = arguments(tmp_path, use_distributed_optimizer=True, overlap_grad_reduce=True, **changes)
-    found = list(param_groups._problems(model, args, adapted=True))
+    found = list(optimizer._problems(model, args, adapted=True))
     assert found == ([(args, {"audio"}, True)] if asks and has_vision else [])  # type: ignore[comparison-overlap]
 
 
@@ -144,10 +142,10 @@ def test_media_parts_are_those_that_any_rank_trains(other_ranks: list[float]) ->
     tower[0].requires_grad_(False)
     model.chunks = [SimpleNamespace(), SimpleNamespace(vision_model=tower)]
     other_ranks.extend([0.0, 0.0, 0.0])
-    assert param_groups._trained_media_parts(model) == {"vision", "projector"}
+    assert optimizer._trained_media_parts(model) == {"vision", "projector"}
     model.chunks = [SimpleNamespace()]
     other_ranks.extend([0.0, 1.0, 0.0])
-    assert param_groups._trained_media_parts(model) == {"audio"}
+    assert optimizer._trained_media_parts(model) == {"audio"}
 
 
 def test_each_rate_that_differs_makes_a_group(tmp_path: Path) -> None:
@@ -162,7 +160,7 @@ def test_each_rate_that_differs_makes_a_group(tmp_path: Path) -> None:
         audio_learning_rate=1e-3,
         projector_learning_rate=2e-3,
     )
-    overrides = param_groups.param_group_overrides(args, config)["config_overrides"]
+    overrides = optimizer.param_group_overrides(args, config)["config_overrides"]
     rates = {key.predicate.name: value for key, value in overrides.items() if key.predicate}
     found = {name: value for name, value in rates.items() if name.startswith("mca_")}
     assert found == {"mca_vision": {"max_lr": 1e-4}, "mca_projector": {"max_lr": 2e-3}}
@@ -172,5 +170,5 @@ def test_each_rate_that_differs_makes_a_group(tmp_path: Path) -> None:
     assert [predicates["mca_vision"](each) for each in (marked, plain)] == [True, False]
     assert not predicates["mca_projector"](marked)
     same = arguments(tmp_path, learning_rate=1e-3, vision_learning_rate=1e-3)
-    assert param_groups.param_group_overrides(same, config) == {}
+    assert optimizer.param_group_overrides(same, config) == {}
     assert len(overrides) > len(found), "Megatron's own groups are kept"

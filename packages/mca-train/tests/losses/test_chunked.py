@@ -8,7 +8,7 @@ import torch
 
 from mca_config.errors import McaError
 from mca_models.megatron.log_probs.chunks import ChunkedOutput
-from mca_train.losses.chunked import chunk_losses
+from mca_train.losses.loss_inputs import chunk_losses
 
 
 @pytest.mark.parametrize(

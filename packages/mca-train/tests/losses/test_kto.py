@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from mca_config.errors import McaError
-from mca_train.losses.kto import KtoLoss, divergence, model_problems
-from mca_train.losses.preference import PreferenceLoss
+from mca_train.losses.preference import KtoLoss, PreferenceLoss, divergence, kto_model_problems
 
 
 @pytest.mark.parametrize(
@@ -30,7 +29,7 @@ def test_what_needs_one_length_is_refused_to_the_trainer_too(
 ) -> None:
     made_with = {"moe_token_dispatcher_type": dispatcher, "moe_pad_expert_input_to_capacity": filled}
     others = dict.fromkeys(("mtp_num_layers", "moe_z_loss_coeff", "num_moe_experts"))
-    (problem,) = model_problems(SimpleNamespace(**made_with, **others))
+    (problem,) = kto_model_problems(SimpleNamespace(**made_with, **others))
     assert problem.startswith(reported)
 
 

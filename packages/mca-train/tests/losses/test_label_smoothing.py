@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mca_models.megatron import platform
-from mca_train.losses.label_smoothing import target_over_mean
+from mca_train.losses.loss_inputs import target_over_mean
 
 
 @pytest.mark.parametrize("vocab_size", [4, 5, 6, 8])

@@ -12,7 +12,7 @@ from mca_config.errors import McaError
 from mca_models.megatron import platform
 from mca_train import groups
 from mca_train.batching.micro_batch import MicroBatch
-from mca_train.losses import label_smoothing, moe_aux, mtp, token_loss
+from mca_train.losses import loss_inputs, moe_aux, mtp, token_loss
 from mca_train.losses.moe_aux import AuxLossState
 from mca_train.losses.mtp import MtpLoss
 from mca_train.losses.preference import (
@@ -342,28 +342,28 @@ def test_smoothed_labels_are_torchs_without_the_padding_of_the_vocabulary(
     monkeypatch.setattr(upstream, "reduce_from_tensor_model_parallel_region", lambda own: own)
     for rank, own in enumerate(logits.chunk(ranks, -1)):
         monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_rank", lambda rank=rank: rank)
-        shares += label_smoothing.target_over_mean(own, labels.T, 7)
+        shares += loss_inputs.target_over_mean(own, labels.T, 7)
 
     def whole(given: torch.Tensor, targets: torch.Tensor, words: int) -> torch.Tensor:
         assert given is logits and torch.equal(targets, labels.T) and words == 7
         return shares
 
-    monkeypatch.setattr(label_smoothing, "target_over_mean", whole)
+    monkeypatch.setattr(loss_inputs, "target_over_mean", whole)
     chunk: Any = Output()
-    label_smoothing.smooth_labels([chunk], 0.25, 7)
+    loss_inputs.smooth_labels([chunk], 0.25, 7)
     found = chunk.compute_language_model_loss(labels, logits)
     right = cross_entropy(logits[..., :7].permute(1, 2, 0), labels, reduction="none", label_smoothing=0.25)
     torch.testing.assert_close(found, right)
-    label_smoothing.smooth_labels([chunk], 0.0, 7)
+    loss_inputs.smooth_labels([chunk], 0.0, 7)
     assert "compute_language_model_loss" not in vars(chunk)
 
 
 def test_a_fused_loss_that_overwrites_logits_is_not_smoothed() -> None:
     earlier: Any = Output(post_process=False)
-    label_smoothing.smooth_labels([earlier, Output(fused=True, kind="native")], 0.1, 7)  # type: ignore[list-item]
+    loss_inputs.smooth_labels([earlier, Output(fused=True, kind="native")], 0.1, 7)  # type: ignore[list-item]
     assert "compute_language_model_loss" not in vars(earlier)
-    label_smoothing.smooth_labels([Output(fused=True)], 0.0, 7)  # type: ignore[list-item]
+    loss_inputs.smooth_labels([Output(fused=True)], 0.0, 7)  # type: ignore[list-item]
     with pytest.raises(
         McaError, match="label_smoothing_factor is not supported with cross_entropy_fusion_impl te"
     ):
-        label_smoothing.smooth_labels([Output(fused=True)], 0.1, 7)  # type: ignore[list-item]
+        loss_inputs.smooth_labels([Output(fused=True)], 0.1, 7)  # type: ignore[list-item]

@@ -10,9 +10,9 @@ import torch
 
 from mca_config.errors import McaError
 from mca_train import groups
-from mca_train.losses.dpo import REFERENCE_LOSSES
 from mca_train.losses.options import LossType
 from mca_train.losses.preference import (
+    REFERENCE_LOSSES,
     PairLogps,
     PreferenceLoss,
     counted_sequences,

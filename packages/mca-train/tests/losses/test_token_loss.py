@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mca_config.errors import McaError
-from mca_train.losses import label_smoothing
+from mca_train.losses import loss_inputs
 from mca_train.losses.token_loss import require_sums, sequence_loss
 
 
@@ -54,7 +54,7 @@ def test_smoothing_subtracts_the_mean_of_many_logits_in_fp32() -> None:
     torch.manual_seed(0)
     logits = 10 + torch.randn(2, 3, 1000)
     labels = torch.randint(990, (2, 3))
-    found = label_smoothing._Share.apply(logits, labels, 990, 990)
+    found = loss_inputs._Share.apply(logits, labels, 990, 990)
     wide = logits[..., :990].double()
     expected = wide.gather(-1, labels[..., None]).squeeze(-1) - wide.mean(-1)
     torch.testing.assert_close(

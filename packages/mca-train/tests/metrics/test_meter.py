@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mca_train.losses.token_loss import StepLoss
-from mca_train.metrics.meter import LossMeter
+from mca_train.metrics.meters import LossMeter
 
 
 class Called(TorchDispatchMode):

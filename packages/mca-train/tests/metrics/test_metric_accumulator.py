@@ -9,9 +9,9 @@ from transformers import Trainer
 
 from mca_config.errors import McaError
 from mca_train import groups
-from mca_train.metrics import metric_accumulator
-from mca_train.metrics.metric_accumulator import AuxLossMeter, MetricAccumulator, SourceLosses
-from mca_train.trainer.hf_shims import name_missing_metric
+from mca_train.metrics import meters
+from mca_train.metrics.meters import AuxLossMeter, MetricAccumulator, SourceLosses
+from mca_train.trainer.base import name_missing_metric
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_losses_of_layers_that_a_model_lacks_are_not_logged(
         SimpleNamespace(mca_aux_loss=SimpleNamespace(losses={"z_loss": torch.tensor(value)}))
         for value in (1.0, 2.0)
     ]
-    monkeypatch.setattr(metric_accumulator, "routers", lambda chunks: routers)
+    monkeypatch.setattr(meters, "routers", lambda chunks: routers)
     monkeypatch.setattr(groups, "sum_over_stage", lambda rows: rows)
     monkeypatch.setattr(groups, "sum_over_data", lambda rows: 2 * rows)
     monkeypatch.setattr(
@@ -118,7 +118,7 @@ def test_sums_of_many_values_are_kept_in_fp64(signals: MetricAccumulator) -> Non
 
 def test_each_source_with_targets_has_the_mean_of_their_losses(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last segment of a micro-batch is padding, which has no source."""
-    monkeypatch.setattr(metric_accumulator.groups, "sum_over_data", lambda rows: rows)
+    monkeypatch.setattr(meters.groups, "sum_over_data", lambda rows: rows)
     meter = SourceLosses(("a", "b", "c"), torch.device("cpu"))
     segments, mask = torch.tensor([[0, 0, 1, 2]]), torch.tensor([[1.0, 0, 1, 0]])
     for first, second in ((3.0, 5.0), (6.0, 8.0)):

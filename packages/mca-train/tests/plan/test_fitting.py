@@ -17,15 +17,16 @@ from mca_train.plan.counts import ModelCounts
 from mca_train.plan.hardware import load_hardware
 from mca_train.plan.memory import GIB, Plan, PlanInput, minimum_memory, plan_layout
 from mca_train.plan.options import PlanOptions
-from mca_train.plan.remedies import (
+from mca_train.plan.search import (
     FULL,
     _larger,
+    _layouts,
     find_remedies,
+    fitting_layouts,
     largest_stage,
     stages_over_limit,
     with_changes,
 )
-from mca_train.plan.search import _layouts, fitting_layouts
 from mca_train.reference.program import program
 
 LLAMA_8B: dict[str, Any] = {

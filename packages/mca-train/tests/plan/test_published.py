@@ -23,8 +23,7 @@ from mca_models.templates import config_from_hf
 from mca_train.plan.counts import ModelCounts
 from mca_train.plan.hardware import load_hardware
 from mca_train.plan.memory import GIB, PlanInput, plan_layout
-from mca_train.plan.remedies import largest_stage, stages_over_limit, with_changes
-from mca_train.plan.search import predict_step_time
+from mca_train.plan.search import largest_stage, predict_step_time, stages_over_limit, with_changes
 
 _LLAMA: dict[str, Any] = {
     "model_type": "llama",

@@ -13,10 +13,10 @@ from mca_models.templates import config_from_hf
 from mca_train.plan.counts import ModelCounts
 from mca_train.plan.hardware import load_hardware
 from mca_train.plan.memory import GIB, Plan, PlanInput, plan_layout
-from mca_train.plan.remedies import (
+from mca_train.plan.search import (
     FULL,
     Remedy,
-    _candidates,
+    _remedies,
     find_remedies,
     largest_stage,
     stages_over_limit,
@@ -54,7 +54,7 @@ def offered(*, tp: int = 2, pp: int = 1, world: int = 8, **changes: Any) -> list
     subject: Any = SimpleNamespace(**plan_input, config=SimpleNamespace(**config))
     training: Any = SimpleNamespace(**TRAINING | changes)
     layout = ParallelLayout(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
-    return list(_candidates(subject, training, layout, world))
+    return list(_remedies(subject, training, layout, world))
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_the_first_four_changes_that_fit_are_named_or_the_two_that_save_most(tmp
     assert all(remedy.fits for remedy in everything)
     nothing = find_remedies(subject, args, plan.layout, 2, load_hardware("gib:4.01").device)
     needs = {}
-    for changes in _candidates(subject, args, plan.layout, 2):
+    for changes in _remedies(subject, args, plan.layout, 2):
         layout = with_changes(args, changes).layout(plan.layout)
         if layout.model_parallel_size <= 2:
             again = plan_layout(subject, with_changes(args, changes), layout, 2)

@@ -20,8 +20,7 @@ from mca_train.plan.chunks import ChunkSpec, Implementation
 from mca_train.plan.counts import Count, ModelCounts
 from mca_train.plan.hardware import Hardware, load_hardware
 from mca_train.plan.memory import PlanInput
-from mca_train.plan.remedies import with_changes
-from mca_train.plan.search import predict_step_time, recomputations
+from mca_train.plan.search import predict_step_time, recomputations, with_changes
 from mca_train.plan.sizes import Sizes
 from mca_train.plan.speed import StepTime, StepTimeModel
 from mca_train.plan.vision_memory import plan_images

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from mca_train.cli import main
-from mca_train.report.page import write_report
-from mca_train.report.run_files import read_run
+from mca_train.report import read_run, write_report
 
 BROWSER = next(
     (found for name in ("chromium", "google-chrome", "chrome") if (found := shutil.which(name))), None

@@ -25,11 +25,12 @@ from transformers.trainer_utils import SchedulerType
 
 from mca_config.errors import McaError
 from mca_train.cli import _fails_on_first_rank
-from mca_train.config import early_rules, packages
+from mca_train.config import early_arguments as checks
+from mca_train.config import packages
 from mca_train.config.early_arguments import early_arguments
 from mca_train.lr_schedule import schedule_problems
 from mca_train.plan.options import PlanOptions
-from mca_train.run.early_columns import read_columns
+from mca_train.run.file_rules import read_columns
 from mca_train.run.rules import check
 from mca_train.run.settings import check_run, load_values, make_settings, plan_problems
 from mca_train.tasks.table import TASKS
@@ -308,12 +309,12 @@ def test_columns_are_those_of_all_rows_of_files_that_can_be_read_quickly(tmp_pat
 
 
 def test_names_of_loggers_and_settings_of_schedules_are_those_of_transformers():
-    assert early_rules.known_integrations() == tuple(INTEGRATION_TO_CALLBACK)
+    assert checks.known_integrations() == tuple(INTEGRATION_TO_CALLBACK)
     available = get_available_reporting_integrations()
-    installed = {name for name in INTEGRATION_TO_CALLBACK if early_rules.is_installed(name)}
+    installed = {name for name in INTEGRATION_TO_CALLBACK if checks.is_installed(name)}
     assert installed >= {*available}
     assert installed - {*available} <= {"kubeflow", "dagshub", "flyte"}
-    parameters = early_rules.schedule_parameters()
+    parameters = checks.schedule_parameters()
     assert len(parameters) >= 8
     for name, known in parameters.items():
         declared = inspect.signature(TYPE_TO_SCHEDULER_FUNCTION[SchedulerType[name]]).parameters
@@ -370,7 +371,7 @@ def test_values_of_a_schedule_are_checked_as_transformers_does(schedule, setting
     path = Path(run(lr_scheduler_type=schedule, lr_scheduler_kwargs=settings, **others))
     values = yaml.safe_load(path.read_text())
     early, full = (make_settings(TASKS["sft"], values, "", early=early).training for early in (True, False))
-    problems = list(early_rules.schedule_value_problems(early))
+    problems = list(checks.schedule_value_problems(early))
     assert problems == list(schedule_problems(full))
     correct = schedule == "linear" or (settings, others) == ({"num_decay_steps": 4}, {"max_steps": 10})
     correct = correct or settings in ({"min_lr": 1e-6}, {"num_cycles": 0})
@@ -407,7 +408,7 @@ def test_correct_schedules_have_no_problem_and_no_warning(schedule, run):
         )
         for warmup, steps in itertools.product((0, 1, 10, 0.1, 0.9999, 5000), (-1, 20, 20000)):
             for training, problems in (
-                (early, early_rules.schedule_value_problems),
+                (early, checks.schedule_value_problems),
                 (full, schedule_problems),
             ):
                 training.warmup_steps, training.max_steps = warmup, steps
@@ -432,7 +433,7 @@ def test_the_text_of_a_number_in_lr_scheduler_kwargs_is_a_number(flags, run, tmp
         found = training.lr_scheduler_kwargs
         assert found == {"min_lr": 1e-6, "num_cycles": 2}
         assert [*map(type, found.values())] == [float, int]
-    assert not [*early_rules.schedule_value_problems(training), *schedule_problems(training)]
+    assert not [*checks.schedule_value_problems(training), *schedule_problems(training)]
 
 
 @pytest.mark.parametrize(
@@ -457,7 +458,7 @@ def test_the_text_of_a_number_in_lr_scheduler_kwargs_is_a_number(flags, run, tmp
 def test_wrong_values_of_a_schedule_are_named_with_the_fix(schedule, settings, message, run):
     file = run(lr_scheduler_type=schedule, lr_scheduler_kwargs=settings, warmup_steps=10)
     values = yaml.safe_load(Path(file).read_text())
-    for early, problems in ((True, early_rules.schedule_value_problems), (False, schedule_problems)):
+    for early, problems in ((True, checks.schedule_value_problems), (False, schedule_problems)):
         (problem,) = problems(make_settings(TASKS["sft"], values, "", early=early).training)
         assert message in problem
 
@@ -465,7 +466,7 @@ def test_wrong_values_of_a_schedule_are_named_with_the_fix(schedule, settings, m
 def test_a_rate_that_is_not_finite_is_a_problem(run):
     values = yaml.safe_load(Path(run(lr_scheduler_type="warmup_stable_decay", max_steps=20)).read_text())
     values["lr_scheduler_kwargs"] = {"num_decay_steps": 4, "min_lr_ratio": math.inf}
-    for early, problems in ((True, early_rules.schedule_value_problems), (False, schedule_problems)):
+    for early, problems in ((True, checks.schedule_value_problems), (False, schedule_problems)):
         (problem,) = problems(make_settings(TASKS["sft"], values, "", early=early).training)
         assert "the rate of step 20 is inf" in problem
 
@@ -485,21 +486,21 @@ def test_values_of_a_schedule_that_follows_a_metric_are_checked_as_torch_does(
 ):
     file = run(lr_scheduler_type=schedule, lr_scheduler_kwargs=settings, **EVALUATED)
     values = yaml.safe_load(Path(file).read_text())
-    for early, problems in ((True, early_rules.schedule_value_problems), (False, schedule_problems)):
+    for early, problems in ((True, checks.schedule_value_problems), (False, schedule_problems)):
         (problem,) = problems(make_settings(TASKS["sft"], values, "", early=early).training)
         assert message in problem
 
 
 def test_schedules_that_follow_a_metric_have_the_settings_of_the_installed_classes():
     installed = {"REDUCE_ON_PLATEAU": ReduceLROnPlateau, "GREEDY": GreedyLR}
-    for name, kind in early_rules.metric_schedules().items():
+    for name, kind in checks.metric_schedules().items():
         assert {*inspect.signature(kind).parameters} == {*inspect.signature(installed[name]).parameters}
-    assert early_rules.metric_schedules().keys() == installed.keys()
+    assert checks.metric_schedules().keys() == installed.keys()
 
 
 def test_some_values_of_schedules_are_wrong_and_all_schedules_with_settings_are_checked():
-    assert {*early_rules.schedule_parameters()} == {*early_rules._schedule_functions()}
-    assert {name.upper() for name, *_ in SCHEDULES} == {*early_rules.schedule_parameters()}
+    assert {*checks.schedule_parameters()} == {*checks._schedule_functions()}
+    assert {name.upper() for name, *_ in SCHEDULES} == {*checks.schedule_parameters()}
 
 
 RUNS = {

@@ -2,7 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mca_train.run.summary import averages, summary
+from mca_train.run.record import averages, summary
 
 LOGS = [
     {"step": 10, "loss": 2.0, "step_time": 9.0, "tokens_per_second": 9.0, "model_tflops": 9.0, "mfu": 0.9},

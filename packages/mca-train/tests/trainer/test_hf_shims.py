@@ -8,7 +8,7 @@ import torch
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 from mca_config.errors import McaError
-from mca_train.trainer.hf_shims import (
+from mca_train.trainer.base import (
     ConfigView,
     ModelView,
     NoAccelerator,

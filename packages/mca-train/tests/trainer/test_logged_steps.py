@@ -13,7 +13,7 @@ from mca_train.trainer import dpo, kto, logger, reference
 from mca_train.trainer.dpo import DpoTrainer, ExtraColumns
 from mca_train.trainer.kto import KtoTrainer
 from mca_train.trainer.logger import Logger
-from mca_train.trainer.reference import ReferenceModel, require_adapter_reference, resolve_reference
+from mca_train.trainer.reference import ReferenceModel, _require_adapter_reference, resolve_reference
 
 
 class Notes(list[Any]):
@@ -146,14 +146,14 @@ def test_the_trained_model_is_its_own_reference_without_its_adapter_or_before_it
 
 def test_a_base_model_that_changes_is_no_reference(adapted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "adapter_reference_problems", lambda args: [args] if args else [])
-    require_adapter_reference(adapted, None, "kto")  # type: ignore[arg-type]
+    _require_adapter_reference(adapted, None, "kto")  # type: ignore[arg-type]
     with pytest.raises(McaError, match="a problem"):
-        require_adapter_reference(adapted, "a problem", "kto")  # type: ignore[arg-type]
+        _require_adapter_reference(adapted, "a problem", "kto")  # type: ignore[arg-type]
     with pytest.raises(McaError, match=r"^kto needs a reference: pass one, or a model with a LoRA adapter"):
-        require_adapter_reference(SimpleNamespace(), None, "kto")  # type: ignore[arg-type]
+        _require_adapter_reference(SimpleNamespace(), None, "kto")  # type: ignore[arg-type]
     adapted.adapter.modules_to_save = ("lm_head",)
     with pytest.raises(McaError, match="modules_to_save trains parts of the base model"):
-        require_adapter_reference(adapted, None, "kto")  # type: ignore[arg-type]
+        _require_adapter_reference(adapted, None, "kto")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("replays", [False, True])
@@ -201,25 +201,20 @@ def test_a_reference_takes_the_experts_of_samples_if_it_has_the_same_routers(
     assert ReferenceModel(models[0], 8, without_adapter=True)._adapted is models[0]
 
 
-@pytest.mark.parametrize(
-    ("is_adapted", "precomputes", "checks"),
-    [(True, True, True), (True, False, True), (False, True, False), (False, False, True)],
-)
+@pytest.mark.parametrize("given", [None, "other"])
 def test_a_run_of_pairs_without_a_reference_takes_its_own_model(
-    is_adapted: bool, precomputes: bool, checks: bool, adapted: Any, monkeypatch: pytest.MonkeyPatch
+    given: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notes = Notes()
-    monkeypatch.setattr(dpo, "require_adapter_reference", notes.call("check"))
-    monkeypatch.setattr(dpo, "ReferenceModel", lambda model, chunk, **more: (model, chunk, more))
-    model: Any = adapted if is_adapted else SimpleNamespace()
-    args = SimpleNamespace(loss_chunk_size=8)
-    each: Any = SimpleNamespace(
-        args=args, model=model, _precomputes=precomputes, preference=SimpleNamespace(kind="ipo")
+    monkeypatch.setattr(reference, "_require_adapter_reference", notes.call("check"))
+    monkeypatch.setattr(
+        ReferenceModel, "__init__", lambda self, *words, **more: vars(self).update(at=(words, more))
     )
-    assert DpoTrainer._new_reference(each, None) == (model, 8, {"without_adapter": is_adapted})  # type: ignore[comparison-overlap]
-    assert notes == ([("check", model, args, "dpo_loss ipo")] if checks else [])
-    other: Any = SimpleNamespace()
-    assert DpoTrainer._new_reference(each, other) == (other, 8, {"trained": model})  # type: ignore[comparison-overlap]
+    args: Any = SimpleNamespace(loss_chunk_size=8)
+    model: Any = "model"
+    made: Any = ReferenceModel.for_trained(model, given, args, "dpo_loss ipo")
+    assert made.at == ((given or "model", 8), {"without_adapter": given is None, "trained": "model"})
+    assert notes == ([] if given else [("check", "model", args, "dpo_loss ipo")])
 
 
 def test_log_probabilities_come_from_the_reference_or_the_dataset() -> None:
@@ -267,13 +262,8 @@ def test_answers_are_paired_with_those_of_other_samples_of_a_step(
     samples: int, group: int, words: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kto, "KtoKlPairs", lambda *values: values)
-    args = SimpleNamespace(
-        per_device_train_batch_size=group // 4 or 1, gradient_accumulation_steps=2 if group > 1 else 1
-    )
-    size = 2 if group > 1 else 1
-    each: Any = SimpleNamespace(args=args, ranks=SimpleNamespace(data_parallel_size=size))
+    each: Any = SimpleNamespace(args="arguments", get_total_train_batch_size=lambda args: group)
     dataset: Any = [*range(samples)]
-    assert KtoTrainer._add_kl_pairs(each, None, 5) is None  # type: ignore[arg-type]
     if words is None:
         assert KtoTrainer._add_kl_pairs(each, dataset, 5) == (dataset, group, 5)  # type: ignore[comparison-overlap]
         return
@@ -301,6 +291,7 @@ def test_sources_have_losses_of_their_own_if_the_loss_is_that_of_tokens(
     dataset: Any = Mixture.__new__(Mixture) if is_mixture else object()
     if is_mixture:
         monkeypatch.setattr(Mixture, "names", ("web", "code"), raising=False)
-    hooks = SimpleNamespace(metric_names=metric_names, token_values=token_values)
-    own: Any = SimpleNamespace(_hooks=hooks, _hf=SimpleNamespace(ranks=SimpleNamespace(device="cpu")))
+    ranks = SimpleNamespace(device="cpu")
+    hf = SimpleNamespace(metric_names=metric_names, token_values=token_values, ranks=ranks)
+    own: Any = SimpleNamespace(_hf=hf)
     assert Logger._new_source_losses(own, dataset) == ((names, "cpu") if names else None)

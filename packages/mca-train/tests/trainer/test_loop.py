@@ -22,10 +22,9 @@ def loop(events: list[Any], *, updated: bool = True, **hf: Any) -> Any:
     )
     rate = SimpleNamespace(step=report("rate"), value=0.5)
     return SimpleNamespace(
-        _hf=SimpleNamespace(fire=report("fire"), **hf),
+        _hf=SimpleNamespace(fire=report("fire"), before_forward=report("before"), **hf),
         _runner=SimpleNamespace(training=SimpleNamespace(engine=engine, rate=rate)),
         _watch=SimpleNamespace(hang_detector=SimpleNamespace(enter=report("enter"))),
-        _hooks=SimpleNamespace(before_forward=report("before")),
         _logger=SimpleNamespace(
             add_step=report("add"),
             end_step=lambda result, loss, rate, engine: events.append(("end", loss, rate)),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mca_train.checkpoint.loop_state import PendingEvents
+from mca_train.checkpoint.training_state import PendingEvents
 from mca_train.trainer import loop as module
 from mca_train.trainer.evaluator import EvaluationStopped, Evaluator
 from mca_train.trainer.loop import Loop

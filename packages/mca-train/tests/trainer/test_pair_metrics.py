@@ -1,6 +1,7 @@
 """Means over the pairs of a batch, of which some only fill it up."""
 
 from collections import deque
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from mca_train.losses.preference import PairLogps
 from mca_train.trainer import kto
 from mca_train.trainer.dpo import DpoTrainer
 from mca_train.trainer.kto import KtoTrainer
+from mca_train.trainer.trainer import McaTrainer
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -22,6 +24,7 @@ def test_a_pair_that_fills_a_batch_up_counts_in_no_metric(ranks: int) -> None:
         metrics=SimpleNamespace(add=lambda sums, count: added.append((sums, float(count)))),
         ranks=SimpleNamespace(layout=SimpleNamespace(cp=ranks)),
     )
+    trainer._add_means = partial(McaTrainer._add_means, trainer)
     policy = PairLogps(torch.tensor([-4.0, -6.0, 100.0]), torch.tensor([-8.0, -2.0, 50.0]))
     rewards = PairLogps(torch.tensor([1.0, 2.0, 100.0]), torch.tensor([0.5, 3.0, 50.0]))
     DpoTrainer._add_metrics(trainer, policy, rewards, torch.tensor([1.0, 1.0, 0.0]))

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from mca_config.errors import McaError
-from mca_train.losses.kto import KtoLoss
-from mca_train.losses.preference import PreferenceLoss
+from mca_train.losses.preference import KtoLoss, PreferenceLoss
 from mca_train.trainer import dpo, kto, scores
 from mca_train.trainer.dpo import DpoTrainer, ExtraColumns
 from mca_train.trainer.kto import KtoTrainer
@@ -33,10 +32,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             "resolve_reference",
             lambda *given, **more: found.append(("resolve", *given, *more.values())) or given[1],
         )
-        monkeypatch.setattr(
-            module, "require_adapter_reference", lambda *given: found.append(("adapter", *given[2:]))
-        )
-        monkeypatch.setattr(module, "ReferenceModel", lambda *given, **more: (*given, more))
+        monkeypatch.setattr(module.ReferenceModel, "for_trained", lambda *given: ("made of", *given))
+    monkeypatch.setattr(kto.ReferenceModel, "__init__", lambda self, *given: setattr(self, "given", given))
     for module in (dpo, kto, scores):
         monkeypatch.setattr(
             module,
@@ -55,19 +52,14 @@ def test_kto_has_a_reference_or_the_model_without_its_adapter(
     made: Any = KtoTrainer(reference=reference, **options)
     assert calls == [
         ("resolve", "model", reference, "tokenizer"),
-        *([("adapter", "kto")] if reference is None else []),
         ("warn", "model", reference is None),
     ]
-    assert made._reference == (
-        reference or "model",
-        8,
-        {"without_adapter": reference is None, "trained": "model"},
-    )
-    assert made._policy == ("model", 8, {}) and made.kto == KtoLoss() and float(made._kl) == 0
+    assert made._reference == ("made of", "model", reference, made.args, "kto")
+    assert made._policy.given == ("model", 8) and made.kto == KtoLoss() and float(made._kl) == 0
     assert made.train_dataset == ("train", 5) and made.eval_dataset == {"a": (1, 5), "b": (2, 5)}
     loss: Any = "loss"
     made = KtoTrainer(reference=reference, loss=loss)
-    assert (made.kto, made.train_dataset, made.eval_dataset) == ("loss", ("train", None), (None, None))
+    assert (made.kto, made.train_dataset, made.eval_dataset) == ("loss", ("train", None), None)
 
 
 @pytest.mark.parametrize(("strategy", "warns"), [("random", True), ("sequential", False)])
@@ -97,9 +89,8 @@ def test_kto_needs_values_and_samples_that_it_knows() -> None:
 @pytest.mark.parametrize("reference", [None, "other"])
 @pytest.mark.parametrize("needs", [False, True])
 def test_dpo_has_a_reference_if_its_loss_needs_one(
-    needs: bool, reference: Any, kept: bool, calls: list[Any], monkeypatch: pytest.MonkeyPatch
+    needs: bool, reference: Any, kept: bool, calls: list[Any]
 ) -> None:
-    monkeypatch.setattr(DpoTrainer, "_new_reference", lambda self, model: ("made of", model))
     loss: Any = SimpleNamespace(needs_reference=needs, kind="simpo")
     if kept and not needs:
         with pytest.raises(
@@ -108,11 +99,12 @@ def test_dpo_has_a_reference_if_its_loss_needs_one(
             DpoTrainer(reference=reference, preference=loss, precompute_ref_log_probs=True)
         return
     made: Any = DpoTrainer(reference=reference, preference=loss, precompute_ref_log_probs=kept)
+    used = reference or ("model" if kept else None)  # before training, a model is its own reference
     assert calls == [
         ("resolve", "model", reference, "tokenizer", kept),
-        ("warn", "model", needs and reference is None),
+        ("warn", "model", needs and used is None),
     ]
-    assert made._reference == (("made of", reference) if needs else None)
+    assert made._reference == (("made of", "model", used, made.args, "dpo_loss simpo") if needs else None)
     assert made.preference is loss and made._precomputes is kept
     assert DpoTrainer().preference == PreferenceLoss()
 

@@ -8,7 +8,7 @@ import pytest
 
 from mca_train.checkpoint.writer import CheckpointWriter
 from mca_train.trainer.base import Progress
-from mca_train.trainer.output_dir import OutputDir
+from mca_train.trainer.saver import OutputDir
 
 
 @pytest.mark.parametrize("first", [True, False])

@@ -10,7 +10,7 @@ import pytest
 from transformers import TrainerState
 
 from mca_train.batching.position import RunLength, RunPosition
-from mca_train.checkpoint.loop_state import LoopState, PendingEvents
+from mca_train.checkpoint.training_state import LoopState, PendingEvents
 from mca_train.trainer import loop as module
 from mca_train.trainer import saver as saver_module
 from mca_train.trainer.loop import Loop
@@ -45,6 +45,14 @@ def hugging_face(report: Any, step: int) -> Any:
         _evaluate=report("evaluate"),
         set_length=report("length"),
         set_optimizer=report("optimizer"),
+        training_step=report("step"),
+        model="model",
+        watch=SimpleNamespace(
+            stopped=False,
+            stop_on_signal=report("signal", "pending"),
+            hang_detector=SimpleNamespace(enter=report("enter")),
+            stragglers=SimpleNamespace(forward="stopwatch"),
+        ),
     )
 
 
@@ -66,8 +74,6 @@ def loop(events: list[Any], monkeypatch: pytest.MonkeyPatch, step: int = 0) -> A
     )
     made = Loop(
         hugging_face(report, step),
-        SimpleNamespace(training_step=report("step")),  # type: ignore[arg-type]
-        "model",  # type: ignore[arg-type]
         runner=SimpleNamespace(training=training, load_weights=report("weights")),  # type: ignore[arg-type]
         data=SimpleNamespace(  # type: ignore[arg-type]
             train=lambda: ("loader", sampler),
@@ -80,13 +86,7 @@ def loop(events: list[Any], monkeypatch: pytest.MonkeyPatch, step: int = 0) -> A
             load_state=report("state", SimpleNamespace(pending="pending")),
             checkpoints=SimpleNamespace(advance=report("advance")),
             training_state=lambda: training,
-        ),
-        output=SimpleNamespace(remove_leftovers=report("leftovers")),  # type: ignore[arg-type]
-        watch=SimpleNamespace(  # type: ignore[arg-type]
-            stopped=False,
-            stop_on_signal=report("signal", "pending"),
-            hang_detector=SimpleNamespace(enter=report("enter")),
-            stragglers=SimpleNamespace(forward="stopwatch"),
+            output=SimpleNamespace(remove_leftovers=report("leftovers")),
         ),
         progress=SimpleNamespace(position=None, started_at_step=None, pending=None),  # type: ignore[arg-type]
     )
@@ -300,25 +300,26 @@ def saver(events: list[Any], folder: Path, **args: Any) -> Any:
         fire=report("fire"),
         callback_states=lambda: {"callback": {}},
         _save_checkpoint=report("save"),
+        model=SimpleNamespace(trained_parameters=lambda: "trained"),
+        watch=SimpleNamespace(stopped=False),
     )
     pipeline = SimpleNamespace(params_gathered=gathered)
     training = SimpleNamespace(engine="engine", rate="rate")
-    output = SimpleNamespace(
+    output: Any = SimpleNamespace(
         checkpoint_path=lambda step: folder / f"checkpoint-{step}",
         set_aside_same_step=report("set aside"),
         delete_old_checkpoints=report("delete"),
         verify_lock=report("lock"),
     )
-    return Saver(
+    made = Saver(
         hf,  # type: ignore[arg-type]
-        SimpleNamespace(trained_parameters=lambda: "trained"),  # type: ignore[arg-type]
         SimpleNamespace(pipeline=pipeline, training=training),  # type: ignore[arg-type]
         SimpleNamespace(loop_state=lambda: "loop state"),  # type: ignore[arg-type]
-        SimpleNamespace(stopped=False),  # type: ignore[arg-type]
-        output,  # type: ignore[arg-type]
         SimpleNamespace(finish=report("finish"), write=report("write"), written=[]),  # type: ignore[arg-type]
         SimpleNamespace(position=POSITION, started_at_step=0),  # type: ignore[arg-type]
     )
+    made.output = output
+    return made
 
 
 @pytest.mark.parametrize("is_best", [False, True])

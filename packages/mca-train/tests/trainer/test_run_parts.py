@@ -13,11 +13,11 @@ from mca_config.layout import ParallelLayout
 from mca_train.batching.collate import CountedSamples
 from mca_train.batching.position import RunLength
 from mca_train.checkpoint.writer import CheckpointWriter
-from mca_train.trainer import evaluator, model_runner, output_dir, step_loaders
+from mca_train.trainer import evaluator, model_runner, saver, step_loaders
 from mca_train.trainer.base import Progress
 from mca_train.trainer.evaluator import EvaluationStopped, Evaluator
 from mca_train.trainer.model_runner import ModelRunner, Training
-from mca_train.trainer.output_dir import OutputDir
+from mca_train.trainer.saver import OutputDir
 from mca_train.trainer.step_loaders import StepLoaders, log_plan
 
 
@@ -35,7 +35,7 @@ class Factory:
 
 
 def data(notes: list[Any], *, train: Any = "train", evaluated: Any = "eval") -> Any:
-    hf = SimpleNamespace(
+    hf: Any = SimpleNamespace(
         train_dataset=train,
         eval_dataset=evaluated,
         data_collator="collator",
@@ -43,9 +43,9 @@ def data(notes: list[Any], *, train: Any = "train", evaluated: Any = "eval") -> 
         ranks="ranks",
     )
     stragglers = SimpleNamespace(reading=lambda steps: ("read", *steps))
-    watch: Any = SimpleNamespace(stragglers=stragglers)
+    hf.watch = SimpleNamespace(stragglers=stragglers)
     made: Any = Factory("collator", notes)
-    return StepLoaders(hf, made, watch, Progress(started_at_step=4))  # type: ignore[arg-type]
+    return StepLoaders(hf, made, Progress(started_at_step=4))
 
 
 def test_loaders_follow_the_collator_of_the_trainer() -> None:
@@ -147,15 +147,17 @@ def evaluation(monkeypatch: pytest.MonkeyPatch) -> Any:
         yield value
         events.append(f"end of {name}")
 
-    hf = SimpleNamespace(
+    hf: Any = SimpleNamespace(
         ranks=SimpleNamespace(context_parallel_rank=3),
         state=SimpleNamespace(global_step=4),
         callback_handler=SimpleNamespace(eval_dataloader=None),
         log=lambda metrics: events.append(("log", metrics)),
         fire=note("fire"),
-    )
-    watch: Any = SimpleNamespace(
-        hang_detector=SimpleNamespace(enter=note("enter")), signal=SimpleNamespace(agreed=lambda: made.stops)
+        before_forward=note("before"),
+        watch=SimpleNamespace(
+            hang_detector=SimpleNamespace(enter=note("enter")),
+            signal=SimpleNamespace(agreed=lambda: made.stops),
+        ),
     )
     pipeline = SimpleNamespace(evaluate=lambda batch: f"loss of {batch}")
     runner: Any = SimpleNamespace(evaluating=lambda: within("evaluating", pipeline))
@@ -164,7 +166,7 @@ def evaluation(monkeypatch: pytest.MonkeyPatch) -> Any:
     )
     custom = SimpleNamespace(flush=lambda: {"accuracy": 0.5})
     log: Any = SimpleNamespace(separate_metrics=lambda: within("metrics", custom))
-    made: Any = Evaluator(hf, SimpleNamespace(before_forward=note("before")), runner, loaders, log, watch)  # type: ignore[arg-type]
+    made: Any = Evaluator(hf, runner, loaders, log)
     made.events, made.targets, made.stops, made.hf = events, [1.0, 3.0], False, hf
     monkeypatch.setattr(evaluator, "LossMeter", Meter)
     monkeypatch.setattr(evaluator, "require_same_samples", note("same"))
@@ -256,8 +258,8 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(model_runner, name, note(name, result))
     model: Any = SimpleNamespace(chunks=("chunk",), config=SimpleNamespace(vocab_size=10))
     args: Any = SimpleNamespace(label_smoothing_factor=0.1, loss_chunk_size=8)
-    hooks: Any = SimpleNamespace(wants_logits=True, token_values="values", num_items="items")
-    made: Any = ModelRunner(model, args, hooks, "loss")  # type: ignore[arg-type]
+    hooks = {"wants_logits": True, "token_values": "values", "num_items": "items"}
+    made: Any = ModelRunner(SimpleNamespace(model=model, args=args, **hooks), "loss")  # type: ignore[arg-type]
     made.events, made.engine, made.forward, made.model, made.args = events, engine, forward, model, args
     return made
 
@@ -320,8 +322,8 @@ def directory(folder: Path, *, is_first: bool = True, started: int = 0, **args: 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Checkpoints after 2, 4 and 6 steps."""
-    monkeypatch.setattr(output_dir, "run_on_first_rank_unwrapped", lambda call: call())
-    monkeypatch.setattr(output_dir, "name_errors", lambda path: nullcontext())
+    monkeypatch.setattr(saver, "run_on_first_rank_unwrapped", lambda call: call())
+    monkeypatch.setattr(saver, "name_errors", lambda path: nullcontext())
     for step in (2, 4, 6):
         (tmp_path / f"checkpoint-{step}").mkdir()
         (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
@@ -353,7 +355,7 @@ def test_a_run_begins_by_removing_what_killed_and_other_runs_left(
     checkpoint = None if resumed is None else folder / f"checkpoint-{resumed}"
     made.claim(checkpoint)
     removed: list[Any] = []
-    monkeypatch.setattr(output_dir, "remove_unfinished", lambda *given: removed.append(given))
+    monkeypatch.setattr(saver, "remove_unfinished", lambda *given: removed.append(given))
     made.remove_leftovers(checkpoint)
     assert removed == [(folder, "checkpoint")] * is_first
     assert names(folder) == left
@@ -437,7 +439,7 @@ def test_a_directory_is_locked_while_a_run_writes(
             verify=lambda: events.append("verify"),
         )
 
-    monkeypatch.setattr(output_dir, "OutputLock", lock)
+    monkeypatch.setattr(saver, "OutputLock", lock)
     made = directory(folder)
     made.verify_lock()
     if given:

@@ -4,18 +4,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from mca_train.trainer import sigterm
-from mca_train.trainer.sigterm import StopSignal
+from mca_train.trainer import monitor
+from mca_train.trainer.monitor import StopSignal
 
 
 @pytest.fixture
 def seconds(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A clock, and a second rank that never gets a signal."""
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr(sigterm, "time", clock)
-    monkeypatch.setattr(sigterm.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(monitor, "time", clock)
+    monkeypatch.setattr(monitor.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(
-        sigterm.dist, "all_reduce", lambda *args, **options: SimpleNamespace(wait=lambda: None)
+        monitor.dist, "all_reduce", lambda *args, **options: SimpleNamespace(wait=lambda: None)
     )
     return clock
 
@@ -33,7 +33,7 @@ def test_a_second_signal_ends_the_process_with_the_status_of_shells(
     seconds: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended: list[int] = []
-    monkeypatch.setattr(sigterm.os, "_exit", ended.append)
+    monkeypatch.setattr(monitor.os, "_exit", ended.append)
     signal = StopSignal()
     for seconds.now in (0.0, 0.5, 5.0, 10.0):
         signal._handle(15, None)

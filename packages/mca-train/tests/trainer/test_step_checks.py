@@ -205,7 +205,6 @@ def test_sums_since_the_last_log_are_added_to_the_run(
             state=SimpleNamespace(global_step=now, num_input_tokens_seen=100), ranks=SimpleNamespace()
         ),
         _checkpoints=SimpleNamespace(finishing_on_error=nullcontext),
-        _hooks=object(),
     )
     made._require_counts = lambda *words: Logger._require_counts(made, *words)
     engine: Any = SimpleNamespace(assumed_counts=deque())
@@ -231,7 +230,7 @@ def test_sums_since_the_last_log_are_added_to_the_run(
 def test_counts_that_differ_from_the_predicted_ones_name_their_step(
     counts: list[float], assumed: list[float], wrong: str | None
 ) -> None:
-    made: Any = SimpleNamespace(_hooks=object())
+    made: Any = SimpleNamespace(_hf=object())
     engine: Any = SimpleNamespace(assumed_counts=assumed)
     if wrong is None:
         Logger._require_counts(made, counts, 9, engine)

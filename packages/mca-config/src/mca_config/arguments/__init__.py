@@ -5,13 +5,12 @@ Those of training are imported on first use: a conversion starts without them.
 
 from typing import TYPE_CHECKING
 
-from mca_config.arguments._constraints import transformer_engine_options, transformer_engine_problems
 from mca_config.arguments.distributing import DistributingParallelArguments
+from mca_config.arguments.options import transformer_engine_options, transformer_engine_problems
 from mca_config.lazy_names import make_lazy_getattr
 
 if TYPE_CHECKING:
-    from mca_config.arguments._training_constraints import float16_problems
-    from mca_config.arguments.megatron import MegatronArguments
+    from mca_config.arguments.megatron import MegatronArguments, float16_problems
 
 __all__ = [
     "DistributingParallelArguments",
@@ -21,6 +20,4 @@ __all__ = [
     "transformer_engine_problems",
 ]
 
-__getattr__ = make_lazy_getattr(
-    __name__, {"MegatronArguments": "megatron", "float16_problems": "_training_constraints"}
-)
+__getattr__ = make_lazy_getattr(__name__, {"MegatronArguments": "megatron", "float16_problems": "megatron"})

@@ -7,8 +7,13 @@ import dataclasses
 import functools
 import logging
 
-from mca_config.arguments import _additional, _constraints
-from mca_config.arguments.options import DistributingOptions, coerce_options
+from mca_config.arguments import _additional
+from mca_config.arguments.options import (
+    SEQUENCE_PARALLEL_OFF,
+    DistributingOptions,
+    coerce_options,
+    option_problems,
+)
 from mca_config.errors import McaError, raise_problems
 from mca_config.layout import ParallelLayout, RankGrid
 from mca_config.types import JsonObject
@@ -40,7 +45,7 @@ class DistributingParallelArguments(DistributingOptions):
 
     def _problems(self) -> list[str]:
         """Return all contradictions among the arguments; subclasses add theirs."""
-        return _constraints.find_problems(self) + self._layout_problems()
+        return option_problems(self) + self._layout_problems()
 
     def _layout_problems(self) -> list[str]:
         """Return the problems of the layout that do not depend on the checkpoint."""
@@ -84,7 +89,7 @@ class DistributingParallelArguments(DistributingOptions):
             )
         both = layout.tp > 1 and layout.ep > 1
         if both and self.sequence_parallel is False:
-            raise McaError(_constraints.SEQUENCE_PARALLEL_OFF)
+            raise McaError(SEQUENCE_PARALLEL_OFF)
         if both and self.sequence_parallel is None:
             _log_sequence_parallel()
         return both if self.sequence_parallel is None else self.sequence_parallel

@@ -12,7 +12,6 @@ from mca_config.types import JsonObject
 from mca_models.megatron.distributed.collectives import run_on_first_rank
 from mca_train.batching.position import RunPosition
 from mca_train.checkpoint import integrity
-from mca_train.checkpoint.loop_state import LoopState
 from mca_train.checkpoint.output_files import (
     PREFIX,
     STATE_FILE,
@@ -22,6 +21,7 @@ from mca_train.checkpoint.output_files import (
     named_step,
     resolve,
 )
+from mca_train.checkpoint.training_state import LoopState
 from mca_train.groups import Ranks
 from mca_train.lr_schedule import followed_metric
 from mca_train.types import OptimizerState, TrainingArguments

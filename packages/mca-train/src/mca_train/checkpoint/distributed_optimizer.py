@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from mca_models.megatron import platform
+from mca_train.engine.offload import singles
 from mca_train.types import MegatronOptimizer, OptimizerState, Upstream
 
 Shares = dict[int, tuple[int, int]]
@@ -31,8 +32,7 @@ _ADAM = ("exp_avg", "exp_avg_sq", "param")
 @contextmanager
 def per_parameter_states(optimizer: MegatronOptimizer) -> Iterator[None]:
     """Replace the state method of distributed optimizers by `states` within the block."""
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    split = [part for part in parts if hasattr(part, "gbuf_ranges")]
+    split = [part for part in singles(optimizer) if hasattr(part, "gbuf_ranges")]
     try:
         for part in split:
             part.sharded_param_state_fully_reshardable = partial(states, part)

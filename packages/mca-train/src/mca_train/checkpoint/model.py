@@ -19,7 +19,7 @@ from mca_models.megatron.factory import fill
 from mca_models.megatron.factory.fill import shard_rank_and_size
 from mca_models.megatron.peft import PeftModels
 from mca_models.megatron.tensors import to_torch
-from mca_train.checkpoint.main_params import ReadFp32
+from mca_train.checkpoint.optimizer_state import ReadFp32
 from mca_train.checkpoint.output_files import HF_FOLDER
 from mca_train.types import PreTrainedTokenizerBase, VirtualModels
 

@@ -6,6 +6,10 @@ cannot load it (megatron-core 0.16.1 and 0.19.2: KeyError 'optimizer' between ex
 have the same global names everywhere: ``optimizer.state.exp_avg.decoder.layers...``. This module saves only those
 tensors under their global names, and the few scalars separately (`Numbers`). Loading requests the tensors of the *new*
 optimizer.
+
+Main parameters are the fp32 copies of half-precision weights. A non-distributed optimizer of fp32 weights has none, and
+neither has its checkpoint. A run that resumes in the other precision converts between weights and main parameters
+without rounding.
 """
 
 import re
@@ -14,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mca_config.errors import McaError
 from mca_config.types import JsonObject, Typed
@@ -23,13 +27,16 @@ from mca_models.megatron.distributed.reader import read_state, shapes_in
 from mca_models.megatron.distributed.writer import PendingWrite, write_state
 from mca_models.torch_checkpoint.storage_forms import global_spellings
 from mca_train import groups
-from mca_train.checkpoint import main_params
 from mca_train.checkpoint.distributed_optimizer import per_parameter_states
-from mca_train.checkpoint.main_params import ReadFp32
-from mca_train.engine.offload import as_adam, init_precision_aware_state, is_precision_aware
+from mca_train.engine.offload import MASTER, as_adam, init_precision_aware_state, is_precision_aware, singles
 from mca_train.types import Chunk, MegatronOptimizer, OptimizerState
 
-_MAIN_PARAM = f"{main_params.PREFIX}."
+PREFIX = "optimizer.state.fp32_param"
+_WEIGHTS = "mca_weights"
+
+ReadFp32 = Callable[[nn.Parameter], Tensor]
+"""Function that reads this rank's shard of a parameter from a checkpoint, in fp32."""
+_MAIN_PARAM = f"{PREFIX}."
 _MAIN_PARAM_IF_SPLIT = "optimizer.state.param."
 _KIND = re.compile(r"optimizer\.state\.(?!fp32_param\.)(\w+)\.")
 
@@ -96,12 +103,12 @@ def _load(
     for number, (container, key, leaf) in enumerate(list(_leaves(state))):
         if str(number) in requested:
             container[key] = _without_padding(loaded[str(number)], leaf, saved.get(leaf.key, ()))
-    main_params.copy_into_weights(optimizer, _parts(state))
-    main_params.fill_missing(optimizer, _parts(state), read_weight)
+    copy_into_weights(optimizer, _parts(state))
+    fill_missing(optimizer, _parts(state), read_weight)
     numbers = replace(numbers, grad_scaler=_clamp_scaler(numbers.grad_scaler, optimizer))
     _put_numbers(state, numbers, counting)
     optimizer.load_state_dict(_unwrap_local_objects(state))
-    main_params.copy_te_main_params(optimizer)
+    copy_te_main_params(optimizer)
 
 
 def _sharded(optimizer: MegatronOptimizer, chunks: list[Chunk], *, loading: bool) -> OptimizerState:
@@ -116,7 +123,7 @@ def _sharded(optimizer: MegatronOptimizer, chunks: list[Chunk], *, loading: bool
     model = {
         f"model{number}": chunk.sharded_state_dict(metadata=metadata) for number, chunk in enumerate(chunks)
     }
-    for single in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for single in singles(optimizer):
         if single.init_state_fn is None:  # of sgd
             single.init_state_fn = _begin_momentum
         if not loading and not single.optimizer.state:  # fp16: every step so far was skipped
@@ -128,7 +135,7 @@ def _sharded(optimizer: MegatronOptimizer, chunks: list[Chunk], *, loading: bool
         if leaf.key.startswith(_MAIN_PARAM_IF_SPLIT):
             leaf.key = _MAIN_PARAM + leaf.key.removeprefix(_MAIN_PARAM_IF_SPLIT)
     if loading:
-        main_params.request_weights(optimizer, _parts(state), model)
+        request_weights(optimizer, _parts(state), model)
     return state
 
 
@@ -252,8 +259,7 @@ def _clamp_scaler(saved: JsonObject | None, optimizer: MegatronOptimizer) -> Jso
 
     Megatron doubles the scale when the count equals the window; a count above it would never match.
     """
-    singles = getattr(optimizer, "chained_optimizers", [optimizer])
-    scalers = [getattr(single, "grad_scaler", None) for single in singles]
+    scalers = [getattr(single, "grad_scaler", None) for single in singles(optimizer)]
     dynamic = next((scaler for scaler in scalers if hasattr(scaler, "growth_interval")), None)
     if not saved or dynamic is None:
         return saved
@@ -292,3 +298,72 @@ def _unwrap_local_objects(state: OptimizerState) -> OptimizerState:
     if isinstance(state, list):
         return [unwrap(value) for value in state]
     return state
+
+
+def request_weights(optimizer: MegatronOptimizer, parts: Sequence[JsonObject], model: OptimizerState) -> None:
+    """Add main parameters to the state of non-distributed fp32 optimizers, to be loaded as their weights.
+
+    Args:
+        optimizer: Megatron's, single or chained.
+        parts: The states of its single optimizers.
+        model: The sharded state of the model.
+    """
+    from megatron.core.dist_checkpointing import optimizer as sharding
+
+    for part, params in _fp32_optimizers(optimizer, parts):
+        leaves = sharding.get_param_id_to_sharded_param_map(model, iter(params)) if params else {}
+        part[_WEIGHTS] = {
+            number: sharding.make_sharded_optimizer_tensor(leaf, params[number].detach(), PREFIX)
+            for number, leaf in leaves.items()
+        }
+
+
+@torch.no_grad()
+def copy_into_weights(optimizer: MegatronOptimizer, parts: Sequence[JsonObject]) -> None:
+    """Copy the loaded main parameters of `request_weights` into the weights."""
+    for part, params in _fp32_optimizers(optimizer, parts):
+        for number, value in part.pop(_WEIGHTS).items():
+            if isinstance(value, Tensor):
+                params[number].copy_(value)
+
+
+def _fp32_optimizers(
+    optimizer: MegatronOptimizer, parts: Sequence[JsonObject]
+) -> Iterator[tuple[JsonObject, list[nn.Parameter]]]:
+    """Yield the states of non-distributed optimizers without main parameters, and their weights in order."""
+    for part, single in zip(parts, singles(optimizer), strict=True):
+        if not hasattr(single, "gbuf_ranges") and not hasattr(single, "float16_groups"):
+            groups = [] if single.optimizer is None else single.optimizer.param_groups
+            yield part, [param for group in groups for param in group["params"]]
+
+
+def fill_missing(optimizer: MegatronOptimizer, parts: Sequence[JsonObject], read_fp32: ReadFp32) -> None:
+    """Replace main parameters that the checkpoint lacks by its weights."""
+    for part, single in zip(parts, singles(optimizer), strict=True):
+        if "param_state" in part:
+            params = [param for buffer in single.buffers for param in buffer.param_index_map]
+            for number, tensors in part["param_state"].items():
+                for key in [key for key, value in tensors.items() if not isinstance(value, Tensor)]:
+                    tensors[key] = _fp32_value(params[number], read_fp32)
+        for values, params in zip(
+            part.get("fp32_from_fp16_params", ()), getattr(single, "float16_groups", ()), strict=True
+        ):
+            missing = [index for index, value in enumerate(values) if not isinstance(value, Tensor)]
+            for index in missing:
+                values[index] = _fp32_value(params[index], read_fp32)
+
+
+def _fp32_value(param: nn.Parameter, read_fp32: ReadFp32) -> Tensor:
+    """Return ``param`` in fp32, read from the checkpoint if its saved precision is higher."""
+    return param.detach().clone() if param.dtype == torch.float32 else read_fp32(param)
+
+
+@torch.no_grad()
+def copy_te_main_params(optimizer: MegatronOptimizer) -> None:
+    """Copy the main parameters loaded into Transformer Engine's Adam into fp32 weights, which it updates directly."""
+    for single in filter(is_precision_aware, singles(optimizer)):
+        for group in single.optimizer.param_groups:
+            for param in group["params"]:
+                state = single.optimizer.state.get(param, {})
+                if param.dtype == torch.float32 and MASTER in state:
+                    param.copy_(state[MASTER])

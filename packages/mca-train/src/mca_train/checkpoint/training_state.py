@@ -1,16 +1,19 @@
-"""Save and load the optimizer, the learning rate schedule, the data position and the random states."""
+"""State of training besides the model: optimizer, schedule, position in the data, random states, and the loop's own.
+
+Every checkpoint holds it, so that a resumed run logs and decides the same as an uninterrupted one.
+"""
 
 import contextlib
 import json
 import logging
 import warnings
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
 from mca_config.errors import McaError
-from mca_config.types import JsonObject, Typed
+from mca_config.types import JsonObject, Typed, Values
 from mca_models.megatron.distributed.collectives import (
     run_on_all_ranks,
     run_on_all_ranks_unwrapped,
@@ -20,8 +23,7 @@ from mca_models.megatron.distributed.writer import PendingWrite
 from mca_models.storage.atomic import write_file
 from mca_train.batching.position import RunPosition
 from mca_train.checkpoint import fp8_scales, optimizer_state
-from mca_train.checkpoint.loop_state import LoopState
-from mca_train.checkpoint.main_params import ReadFp32
+from mca_train.checkpoint.optimizer_state import ReadFp32
 from mca_train.checkpoint.output_files import TRAINING
 from mca_train.engine.engine import Engine
 from mca_train.engine.rng import load_rng, matches_layout, save_rng
@@ -29,6 +31,68 @@ from mca_train.groups import Ranks
 from mca_train.types import Upstream
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class PendingEvents:
+    """Events after the step of a checkpoint that had not happened when it was written."""
+
+    evaluation: bool = False
+    """An evaluation that SIGTERM deferred."""
+    save: bool = False
+    """A checkpoint that was due after this evaluation."""
+    end_of_epoch: bool = False
+    """The end of the epoch, if the epoch is over."""
+
+
+@dataclass(kw_only=True)
+class Totals:
+    """Totals over the full run."""
+
+    loss: float = 0.0
+    """Sum over all logged steps with a target."""
+    steps: int = 0
+    """Number of steps in ``loss``."""
+    updates: int = 0
+    """Steps that were not skipped."""
+    without_targets: int = 0
+    """Steps that were skipped because they had no target."""
+    logged: int = 0
+    """The last step that a log covers."""
+    grad_norm: float | None = None
+    """Gradient norm of the last step."""
+    rate: float = 0.0
+    """Learning rate of the last step."""
+
+    @property
+    def mean_loss(self) -> float:
+        """Return the mean loss of a logged step."""
+        return self.loss / max(self.steps, 1)
+
+
+@dataclass(kw_only=True)
+class LoopState:
+    """Loop state; ``meters`` holds sums since the last log by the name of their meter."""
+
+    totals: Totals = field(default_factory=Totals)
+    pending: PendingEvents = field(default_factory=PendingEvents)
+    meters: Values = field(default_factory=dict)
+    run_kind: str = ""
+    """``run_kind`` of the trainer; empty: the loop is another program's."""
+
+    def to_dict(self) -> JsonObject:
+        """Return the state as JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, document: Values) -> "LoopState":
+        """Build the state from `to_dict`."""
+        return cls(
+            totals=Totals(**document["totals"]),
+            pending=PendingEvents(**document["pending"]),
+            meters=document["meters"],
+            run_kind=document["run_kind"],
+        )
 
 
 class Schedule(Protocol):

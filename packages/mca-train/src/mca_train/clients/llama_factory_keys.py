@@ -10,8 +10,8 @@ from functools import partial
 from itertools import groupby
 from typing import Literal
 
-from mca_config._hf_arguments import IGNORED, REFUSED
 from mca_config.reference import Tables, cell, update_files
+from mca_config.training_checks import IGNORED, REFUSED
 from mca_config.types import Typed
 
 _HF = "remove it, or run LLaMA-Factory without USE_MCA"

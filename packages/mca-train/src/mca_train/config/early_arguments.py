@@ -1,24 +1,35 @@
-"""Training arguments before torch and transformers are imported, with the fields that transformers' source declares."""
+"""Training arguments before torch and transformers are imported, with the fields that transformers' source declares.
+
+The source is also enough to check ``report_to`` and the learning-rate schedule. A source of another form reports
+nothing; `mca_config.TrainingArguments` and `lr_schedule` check again.
+"""
+
+import __future__
 
 import ast
+import contextlib
 import dataclasses
-import enum
+import inspect
+import math
+import re
 import typing
-from collections.abc import Iterator
-from functools import cache
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from enum import Enum
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import cast
 
 from mca_config.fields import alternatives, is_enum
-from mca_config.training_checks import CheckedArguments, is_supported_optimizer
-from mca_config.types import HfArguments
-from mca_train.config.early_rules import integration_problems, schedule_key_problems
+from mca_config.training_checks import CheckedArguments, is_supported_optimizer, report_problems
+from mca_config.types import HfArguments, Typed
 
 _CLASS, _WORDS, _OPTIMIZERS = "TrainingArguments", "ExplicitEnum", "OptimizerNames"
 _FILES = ("debug_utils.py", "trainer_utils.py", "training_args.py")
 
 
-class Choice(str, enum.Enum):  # noqa: UP042  (as transformers.utils.ExplicitEnum)
+class Choice(str, Enum):  # noqa: UP042  (as transformers.utils.ExplicitEnum)
     """Base of the enumerations, whose members equal their values."""
 
 
@@ -42,10 +53,9 @@ def hf_fields(*, all_optimizers: bool = True) -> type:
 
 def read_hf_fields(*, all_optimizers: bool = True) -> type:
     """Return that dataclass from the source; any error means that the source is of another form."""
-    found = find_spec("transformers")
-    assert found is not None and found.origin is not None
-    texts = [Path(found.origin).with_name(name).read_text(encoding="utf-8") for name in _FILES]
-    classes = [node for text in texts for node in ast.parse(text).body if isinstance(node, ast.ClassDef)]
+    classes = [
+        node for name in _FILES for node in ast.parse(_source(name)).body if isinstance(node, ast.ClassDef)
+    ]
     kept = [node for node in classes if node.name == _CLASS or _WORDS in map(ast.unparse, node.bases)]
     for node in kept:
         node.body = [each for part in node.body for each in _fields_and_constants(part)]
@@ -56,8 +66,8 @@ def read_hf_fields(*, all_optimizers: bool = True) -> type:
             ]
     known = {_WORDS: Choice, "field": dataclasses.field, "Any": object, "Literal": typing.Literal}
     known |= {"ParallelismConfig": object, "trainer_log_levels": {}}
-    exec(compile(ast.Module([*kept], []), str(found.origin), "exec"), known)
-    return dataclasses.dataclass(typing.cast(type, known[_CLASS]))
+    exec(compile(ast.Module([*kept], []), _FILES[-1], "exec"), known)
+    return dataclasses.dataclass(cast(type, known[_CLASS]))
 
 
 def _fields_and_constants(node: ast.stmt) -> Iterator[ast.stmt]:
@@ -111,3 +121,250 @@ def early_arguments() -> type:
             args.do_eval = args.do_eval or args.eval_strategy != "no"
 
     return EarlyArguments
+
+
+_PACKAGES = {"azure_ml": ("azureml",), "tensorboard": ("tensorboard", "tensorboardX")}
+"""Packages of which one must be installed, for names that differ from their package."""
+_BY_ENVIRONMENT = ("kubeflow",)
+"""Names that need environment variables instead of a package."""
+_TABLE = re.compile(r"^INTEGRATION_TO_CALLBACK = \{(.*?)^\}", re.DOTALL | re.MULTILINE)
+_WITHOUT_SETTINGS = ("CONSTANT", "CONSTANT_WITH_WARMUP")
+"""Schedules that ignore ``lr_scheduler_kwargs``."""
+SCHEDULE_STEPS = 1000
+"""Steps of a schedule that is built only as a check."""
+SCHEDULE_ERRORS = (TypeError, ValueError, KeyError, AttributeError, ArithmeticError)
+"""Errors of transformers about the values of a schedule."""
+_BY_METRIC = {
+    "REDUCE_ON_PLATEAU": ("torch", "optim/lr_scheduler.py", "ReduceLROnPlateau"),
+    "GREEDY": ("transformers", "optimization.py", "GreedyLR"),
+}
+"""Package, file and class of each schedule that follows the evaluation loss."""
+_FROM_THE_RUN = ("optimizer", "num_warmup_steps", "num_training_steps", "last_epoch")
+
+
+def integration_problems(args: HfArguments) -> Iterator[str]:
+    """Yield an error for each entry of ``report_to`` that is unknown, or whose package is not installed."""
+    if names := known_integrations():
+        yield from report_problems(args.report_to, names, is_installed)
+
+
+def known_integrations() -> tuple[str, ...]:
+    """Return the names that transformers knows; empty: its source has another form."""
+    found = _TABLE.search(_source("integrations/integration_utils.py"))
+    return tuple(re.findall(r'^    "(\w+)":', found[1], re.MULTILINE)) if found else ()
+
+
+def is_installed(name: str) -> bool:
+    """Return True if the package of an integration is installed."""
+    packages = _PACKAGES.get(name, (name,))
+    return name in _BY_ENVIRONMENT or any(find_spec(package) is not None for package in packages)
+
+
+def schedule_key_problems(args: HfArguments) -> Iterator[str]:
+    """Yield an error for ``lr_scheduler_kwargs`` that are no mapping, or that the schedule does not have."""
+    settings, schedule = args.lr_scheduler_kwargs, args.lr_scheduler_type
+    if not settings:
+        return
+    if not isinstance(settings, dict):
+        yield f'lr_scheduler_kwargs is {settings!r}; expected a mapping, such as {{"num_cycles": 2}}'
+        return
+    member = schedule.name if isinstance(schedule, Enum) else schedule.upper()
+    known = schedule_parameters().get(member)
+    if (by_metric := metric_schedules().get(member)) is not None:
+        known = tuple(each for each in inspect.signature(by_metric).parameters if each not in _FROM_THE_RUN)
+    unknown = [name for name in settings if known is not None and name not in known]
+    if known is not None and unknown:
+        advice = f"expected some of {', '.join(sorted(known))}" if known else "remove lr_scheduler_kwargs"
+        name = getattr(schedule, "value", schedule)
+        yield f"lr_scheduler_kwargs: lr_scheduler_type {name} has no {', '.join(unknown)}; {advice}"
+
+
+def schedule_problem(name: str, settings: object, error: Exception) -> str:
+    """Return the message of a schedule that cannot be built."""
+    text = " ".join(str(error).split())
+    if isinstance(error, _ScheduleError):
+        return f"lr_scheduler_type {name} with lr_scheduler_kwargs {settings}: {text}"
+    if not isinstance(error, ValueError) or text == "math domain error":
+        text = f"the schedule cannot be computed ({text})"
+    advice = "change lr_scheduler_kwargs, learning_rate or warmup_steps"
+    return f"lr_scheduler_type {name} with lr_scheduler_kwargs {settings}: {text}; {advice}"
+
+
+class _ScheduleError(ValueError):
+    """Error of a setting, with the fix in its message."""
+
+
+def check_schedule_settings(schedule: Callable[..., object], settings: Mapping[str, Typed]) -> None:
+    """Check that the settings of a schedule are complete, and numbers where its function takes numbers.
+
+    Raises:
+        ValueError: A setting is missing or has a wrong type.
+    """
+    for name, parameter in inspect.signature(schedule).parameters.items():
+        default = parameter.default
+        if name in _FROM_THE_RUN or parameter.kind is parameter.VAR_KEYWORD:
+            continue
+        if name not in settings:
+            if default is parameter.empty:
+                raise _ScheduleError(f"{name} is missing; set {name} in lr_scheduler_kwargs")
+        elif not isinstance(default, str):
+            value = settings[name]
+            if isinstance(value, str | dict) or (value is None and default is not None):
+                raise _ScheduleError(
+                    f"{name} is {value!r}; expected a number; set {name} in lr_scheduler_kwargs to a number"
+                )
+
+
+def check_rates(rate: Callable[[int], float], base: float, warmup: int, steps: int) -> None:
+    """Compute the rates of some steps: the first, that after the warm-up, the last, and steps between them.
+
+    Args:
+        rate: Function of a schedule that returns the factor of a step.
+        base: Highest rate.
+        warmup: Steps of the warm-up.
+        steps: Steps of the run, after which the schedule advances once more.
+
+    Raises:
+        ValueError: A rate is not finite; transformers raises other errors.
+    """
+    between = range(0, steps, max(steps // SCHEDULE_STEPS, 1))
+    for step in sorted({*between, min(warmup, steps), max(steps - 1, 0), steps}):
+        value = base * rate(step)
+        if not math.isfinite(value):
+            raise ValueError(f"the rate of step {step} is {value}")
+
+
+def checked_steps(args: HfArguments) -> int:
+    """Return the steps of a schedule that is built as a check; unknown ones are more than those of the warm-up."""
+    if args.max_steps > 0:
+        return int(args.max_steps)
+    warmup = args.warmup_steps
+    return max(SCHEDULE_STEPS, 2 * int(warmup) if warmup >= 1 else math.ceil(2 / (1 - warmup)))
+
+
+def schedule_value_problems(args: HfArguments) -> Iterator[str]:
+    """Build the schedule as a check, as `lr_schedule.schedule_problems` does, but without torch."""
+    settings, schedule = args.lr_scheduler_kwargs or {}, args.lr_scheduler_type
+    if not isinstance(settings, dict):
+        return
+    member = schedule.name if isinstance(schedule, Enum) else schedule.upper()
+    function = (metric_schedules() | _schedule_functions()).get(member)
+    if function is None:
+        return
+    steps, base, warmup = checked_steps(args), float(args.learning_rate), args.warmup_steps
+    warmup = int(warmup) if warmup >= 1 else math.ceil(steps * warmup)
+    given = {"optimizer": _Carrier(base), "num_warmup_steps": warmup, "num_training_steps": steps}
+    known = inspect.signature(function).parameters
+    given = {name: value for name, value in given.items() if name in known}
+    try:
+        check_schedule_settings(function, settings)
+        with warnings.catch_warnings(action="ignore"):
+            made = function(**given, **settings)
+        if callable(made):  # a schedule that follows a metric is an object
+            check_rates(made, base, warmup, steps)
+    except NameError:
+        return  # the source needs more than the tables of schedules provide
+    except SCHEDULE_ERRORS as error:
+        yield schedule_problem(str(getattr(schedule, "value", schedule)), settings, error)
+
+
+class _Carrier:
+    """Optimizer of a schedule that is built as a check.
+
+    Args:
+        rate: Learning rate.
+    """
+
+    def __init__(self, rate: float) -> None:
+        self.defaults = {"lr": rate}
+        self.param_groups = [dict(self.defaults)]
+
+
+def _schedule_rate(
+    optimizer: _Carrier, function: Callable[[int], float], last_epoch: int = -1
+) -> Callable[[int], float]:
+    """Return the function of the rates, in place of torch's ``LambdaLR``."""
+    return function
+
+
+@cache
+def _schedule_functions() -> dict[str, Callable[..., object]]:
+    """Return the functions of `schedule_parameters`, from the source; they return the function of the rates."""
+    nodes, known = _schedule_nodes()
+    if not known:
+        return {}
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
+    names = {"math": math, "partial": partial, "warnings": warnings, "LambdaLR": _schedule_rate}
+    found = _executed(functions, "optimization.py", names)
+    defined = {schedule: found.get(node.name) for schedule, node in known.items()}
+    return {schedule: function for schedule, function in defined.items() if callable(function)}
+
+
+def _executed(nodes: Iterable[ast.stmt], file: str, names: dict[str, object]) -> dict[str, object]:
+    """Execute ``nodes`` of ``file`` and return the names that they see and define."""
+    code = compile(ast.Module([*nodes], []), file, "exec", __future__.annotations.compiler_flag)
+    with contextlib.suppress(Exception):  # the source of another version may differ in any way
+        exec(code, names)
+    return names
+
+
+@cache
+def metric_schedules() -> dict[str, type]:
+    """Return the classes of schedules that follow a metric, from the source; their constructors check values."""
+    found = {}
+    for schedule, (package, file, name) in _BY_METRIC.items():
+        nodes = [
+            node
+            for node in ast.parse(_source(file, package)).body
+            if isinstance(node, ast.ClassDef) and node.name == name
+        ]
+        for method in (each for node in nodes for each in node.body if isinstance(each, ast.FunctionDef)):
+            method.decorator_list = []
+        names: dict[str, object] = {
+            "Optimizer": _Carrier,
+            "LRScheduler": object,
+            "inf": math.inf,
+            "_param_groups_val_list": lambda optimizer, key: [group[key] for group in optimizer.param_groups],
+        }
+        if isinstance(kind := _executed(nodes, file, names).get(name), type):
+            found[schedule] = kind
+    return found
+
+
+@cache
+def schedule_parameters() -> dict[str, tuple[str, ...]]:
+    """Return the parameters of each schedule, by the name of its member of ``SchedulerType``."""
+    found = {}
+    for schedule, function in _schedule_nodes()[1].items():
+        names = (each.arg for each in (*function.args.args, *function.args.kwonlyargs))
+        found[schedule] = tuple(each for each in names if each not in _FROM_THE_RUN)
+    return found
+
+
+@cache
+def _schedule_nodes() -> tuple[list[ast.stmt], dict[str, ast.FunctionDef]]:
+    """Return the statements of the source, and the function of each schedule that takes settings."""
+    nodes = ast.parse(_source("optimization.py")).body
+    functions = {node.name: node for node in nodes if isinstance(node, ast.FunctionDef)}
+    tables = (
+        node.value
+        for node in nodes
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "TYPE_TO_SCHEDULER_FUNCTION"
+    )
+    table = next(tables, None)
+    if not isinstance(table, ast.Dict):
+        return nodes, {}
+    found = {}
+    for schedule, function in zip(table.keys, table.values, strict=True):
+        name = "" if schedule is None else ast.unparse(schedule).removeprefix("SchedulerType.")
+        known = functions.get(ast.unparse(function))
+        if known is not None and known.args.kwarg is None and name not in _WITHOUT_SETTINGS:
+            found[name] = known
+    return nodes, found
+
+
+def _source(name: str, package: str = "transformers") -> str:
+    found = find_spec(package)
+    assert found is not None and found.origin is not None
+    path = Path(found.origin).parent / name
+    return path.read_text(encoding="utf-8") if path.is_file() else ""

@@ -70,6 +70,32 @@ class ImageReader:
         return self._tokens[0]
 
 
+@dataclass(frozen=True, kw_only=True)
+class RowContext:
+    """Tokenizer, arguments and image reader with which a kind of run makes samples of rows.
+
+    Attributes:
+        tokenizer: The model's.
+        data: Columns, lengths and limits.
+        key: The argument that named the files, for errors.
+        images: Image reader of the model; None: no images.
+    """
+
+    tokenizer: "PreTrainedTokenizerBase"
+    data: "DataArguments"
+    key: str
+    images: "ImageReader | None" = None
+
+    @property
+    def vision(self) -> "Values | None":
+        """Return the vision part of the model's configuration; None: a text model."""
+        return None if self.images is None else self.images.config.vision_fields
+
+    def without_text_reader(self) -> "RowContext":
+        """Return the context without the image reader of a text model."""
+        return replace(self, images=None) if self.vision is None else self
+
+
 class ImageRows:
     """Rows of files, some of which may have media.
 

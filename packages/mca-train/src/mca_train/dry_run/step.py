@@ -30,7 +30,6 @@ from mca_train.dry_run.fake_process_group import (
     replace_moved_parameters,
 )
 from mca_train.dry_run.fake_values import FakeValues
-from mca_train.dry_run.passes import PassTracer, schedule_order
 from mca_train.dry_run.samples import (
     LongestSamples,
     convert_known_values,
@@ -46,8 +45,10 @@ from mca_train.dry_run.tracker import (
     WEIGHTS,
     Message,
     ModuleNames,
+    PassTracer,
     Tracker,
     add_micro_batches,
+    schedule_order,
     split_per_micro_batch,
 )
 from mca_train.engine.engine import Engine

@@ -26,6 +26,12 @@ MASTER = "master_param"
 """Key of a parameter's fp32 copy in Transformer Engine's Adam."""
 
 
+def singles(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """Return the single optimizers of a chain, or the optimizer itself."""
+    found: list[MegatronOptimizer] = getattr(optimizer, "chained_optimizers", [optimizer])
+    return found
+
+
 def rebuild_hybrids(optimizer: MegatronOptimizer) -> None:
     """Rebuild hybrid optimizers whose parameter groups have changed since they were built."""
     for single in _hybrids(optimizer):
@@ -43,12 +49,12 @@ def as_adam(optimizer: MegatronOptimizer, *, loading: bool) -> Iterator[None]:
         optimizer: Megatron's, single or chained.
         loading: The weights are those of the checkpoint already; copy the loaded Adam state back into the hybrid.
     """
-    singles = [
+    hybrids = [
         (single, single.optimizer, getattr(single.config, _PRECISION_AWARE)) for single in _hybrids(optimizer)
     ]
     loaded = False
     try:
-        for single, hybrid, _ in singles:
+        for single, hybrid, _ in hybrids:
             if loading:
                 _copy_to_inner(hybrid)
             single.optimizer = _build_adam(hybrid, _group_tensors(single, hybrid))
@@ -56,7 +62,7 @@ def as_adam(optimizer: MegatronOptimizer, *, loading: bool) -> Iterator[None]:
         yield
         loaded = loading
     finally:
-        for single, hybrid, precision_aware in singles:
+        for single, hybrid, precision_aware in hybrids:
             plain, single.optimizer = single.optimizer, hybrid
             setattr(single.config, _PRECISION_AWARE, precision_aware)
             if loaded:
@@ -87,7 +93,7 @@ def reload_main_params(optimizer: MegatronOptimizer) -> None:
 @torch.no_grad()
 def _reload_te_main_params(optimizer: MegatronOptimizer) -> None:
     """Refresh the main parameters in Transformer Engine's Adam, which Megatron does not refresh."""
-    for single in filter(is_precision_aware, getattr(optimizer, "chained_optimizers", [optimizer])):
+    for single in filter(is_precision_aware, singles(optimizer)):
         inner = single.optimizer
         for param in (param for group in inner.param_groups for param in group["params"]):
             if MASTER in inner.state.get(param, {}):
@@ -110,8 +116,7 @@ def _hybrids(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
     """Return this rank's Megatron optimizers whose inner optimizer is hybrid."""
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
-    singles = getattr(optimizer, "chained_optimizers", [optimizer])
-    return [single for single in singles if isinstance(single.optimizer, HybridDeviceOptimizer)]
+    return [single for single in singles(optimizer) if isinstance(single.optimizer, HybridDeviceOptimizer)]
 
 
 def _group_tensors(single: MegatronOptimizer, hybrid: HybridOptimizer) -> dict[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Preference tuning: DPO losses over pairs of answers, with or without a reference model.
+"""Preference tuning: DPO losses over pairs of answers, with or without a reference model, and KTO over single answers.
 
 With ``c`` and ``r`` the log-probabilities of the chosen and the rejected answer (sums over its tokens), ``c0`` and
 ``r0`` those of the reference, ``C = beta (c - c0)``, ``R = beta (r - r0)``, ``M = C - R`` and ``s`` the sigmoid:
@@ -19,27 +19,119 @@ With ``c`` and ``r`` the log-probabilities of the chosen and the rejected answer
     orpo          -c - beta log sigmoid(log odds(c) - log odds(r)), means too, no reference
 
 ``rpo_alpha`` is the weight of the chosen answer's cross entropy (a mean over its tokens), added to the loss.
-The loss of a step is the mean over all pairs of the global batch.
+The loss of a step is the mean over all pairs, or single answers, of the global batch.
+
+KTO takes unpaired answers that are good or bad. With ``r`` the log-probability of an answer minus the reference's, and
+``kl`` the estimated KL divergence from the reference, measured on answers to other prompts (a mean, at least 0):
+
+    good answers    desirable_weight   (1 - sigmoid(beta (r - kl)))
+    bad answers     undesirable_weight (1 - sigmoid(beta (kl - r)))
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from math import log, log1p
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import logsigmoid, relu
 
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
 from mca_train import groups
 from mca_train.batching.micro_batch import MicroBatch
-from mca_train.losses.dpo import REFERENCE_LOSSES, LogRatios
 from mca_train.losses.moe_aux import has_losses
-from mca_train.losses.preference_options import PreferenceOptions
+from mca_train.losses.options import LossType
+from mca_train.losses.preference_options import KtoOptions, PreferenceOptions
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
+
+_TAU = 0.05  # as in the paper
+
+
+@dataclass(frozen=True)
+class LogRatios:
+    """Log-probabilities of answers minus those of the reference.
+
+    Args:
+        chosen: ``[pairs]``, of the chosen answers.
+        rejected: ``[pairs]``, of the rejected answers.
+        beta: Strength of the KL penalty.
+        smoothing: Assumed fraction of pairs in the wrong order.
+    """
+
+    chosen: Tensor
+    rejected: Tensor
+    beta: float
+    smoothing: float
+
+    @property
+    def chosen_reward(self) -> Tensor:
+        """Return the rewards of the chosen answers."""
+        return self.beta * self.chosen
+
+    @property
+    def rejected_reward(self) -> Tensor:
+        """Return the rewards of the rejected answers."""
+        return self.beta * self.rejected
+
+    @property
+    def margin(self) -> Tensor:
+        """Return the reward margins."""
+        return self.beta * (self.chosen - self.rejected)
+
+
+def _sigmoid(x: LogRatios) -> Tensor:
+    return -(1 - x.smoothing) * logsigmoid(x.margin) - x.smoothing * logsigmoid(-x.margin)
+
+
+def _ipo(x: LogRatios) -> Tensor:
+    return (x.chosen - x.rejected - 1 / (2 * x.beta)) ** 2
+
+
+def _robust(x: LogRatios) -> Tensor:
+    right = -(1 - x.smoothing) * logsigmoid(x.margin) + x.smoothing * logsigmoid(-x.margin)
+    return right / (1 - 2 * x.smoothing)
+
+
+def _exo_pair(x: LogRatios) -> Tensor:
+    right, wrong = logsigmoid(x.margin), logsigmoid(-x.margin)
+    right_ratio, wrong_ratio = right - log1p(-x.smoothing), wrong - log(x.smoothing)
+    return right.exp() * right_ratio + wrong.exp() * wrong_ratio
+
+
+def _sppo_hard(x: LogRatios) -> Tensor:
+    half = 0.5 / x.beta
+    return (x.chosen - half) ** 2 + (x.rejected + half) ** 2
+
+
+def _discopop(x: LogRatios) -> Tensor:
+    share = torch.sigmoid(x.margin / _TAU)
+    power = torch.exp(
+        logsigmoid(x.margin / _TAU) - x.margin
+    )  # share / exp(m), written so that a large -m does not overflow
+    return -logsigmoid(x.margin) * (1 - share) + power
+
+
+REFERENCE_LOSSES: Mapping[LossType, Callable[[LogRatios], Tensor]] = {
+    "sigmoid": _sigmoid,
+    "sigmoid_norm": _sigmoid,
+    "hinge": lambda x: relu(1 - x.margin),
+    "ipo": _ipo,
+    "robust": _robust,
+    "exo_pair": _exo_pair,
+    "nca_pair": lambda x: (
+        -logsigmoid(x.chosen_reward) - (logsigmoid(-x.chosen_reward) + logsigmoid(-x.rejected_reward)) / 2
+    ),
+    "bco_pair": lambda x: -logsigmoid(x.chosen_reward) - logsigmoid(-x.rejected_reward),
+    "sppo_hard": _sppo_hard,
+    "apo_zero": lambda x: torch.sigmoid(-x.chosen_reward) + torch.sigmoid(x.rejected_reward),
+    "apo_down": lambda x: torch.sigmoid(x.chosen_reward) + torch.sigmoid(-x.margin),
+    "discopop": _discopop,
+}
+"""Loss of each pair, by ``dpo_loss``."""
 
 
 _LENGTH_NORMALIZED = ("ipo", "sigmoid_norm", "simpo", "orpo")
@@ -165,3 +257,34 @@ def split_pairs(values: Tensor) -> PairLogps:
     """
     both = values[: len(values) // 2 * 2]
     return PairLogps(both[0::2], both[1::2])
+
+
+@dataclass(frozen=True, kw_only=True)
+class KtoLoss(KtoOptions):
+    """KTO loss."""
+
+    def __call__(self, gain: Tensor, good: Tensor, kl: Tensor) -> Tensor:
+        """Return the loss of each answer.
+
+        Args:
+            gain: Log-probability of each answer minus the reference's.
+            good: True for good answers.
+            kl: Estimate of the step.
+        """
+        shifted = self.beta * (gain - kl)
+        desirable = self.desirable_weight * (1 - torch.sigmoid(shifted))
+        return torch.where(good, desirable, self.undesirable_weight * (1 - torch.sigmoid(-shifted)))
+
+
+def kto_model_problems(megatron: "TransformerConfig") -> Iterator[str]:
+    """Yield an error for each field of Megatron's configuration that KTO does not support."""
+    yield from model_problems(megatron)
+    if megatron.moe_token_dispatcher_type == "allgather":
+        yield "moe_token_dispatcher_type allgather needs samples of one length, which kto does not have; use alltoall"
+    if megatron.moe_pad_expert_input_to_capacity:
+        yield "moe_pad_expert_input_to_capacity needs samples of one length, which kto does not have; remove it"
+
+
+def divergence(gains: Tensor) -> Tensor:
+    """Return the ``kl`` of a step from the summed gains of mismatched answers and their count."""
+    return (gains[0] / gains[1].clamp(min=1)).clamp(min=0).float()

@@ -27,7 +27,7 @@ from mca_models.weights import Param, Stage
 from mca_train import groups
 from mca_train.config.model_parts import trained_parts
 from mca_train.groups import Ranks
-from mca_train.metrics.meter import LossReport
+from mca_train.metrics.meters import LossReport
 from mca_train.plan.counts import adapter_shapes, model_params
 from mca_train.types import TrainingArguments, VirtualModels
 

@@ -12,7 +12,7 @@ from mca_train.plan.audio_memory import PlannedMedia
 from mca_train.plan.hardware import Device
 from mca_train.plan.memory import GIB, PARTS, Plan, StageNeeds
 from mca_train.plan.options import SCHEMA, VERSION
-from mca_train.plan.remedies import Remedy
+from mca_train.plan.search import Remedy
 
 _FP8 = "fp8          counted: {} of layers' weights, inputs of products; not counted: their scales"
 _LAYERS = {"local": "Megatron's own", "transformer_engine": "Transformer Engine's"}

@@ -1,19 +1,25 @@
-"""The keys of each kind of run, from the dataclasses that parse a run, and their help."""
+"""The keys of each kind of run, from the dataclasses that parse a run: their help, and tables in the documentation.
+
+Run ``python -m mca_train.reference.keys docs/*.md``; a test fails when that is needed. A table is between
+``<!-- NAME -->`` and ``<!-- end NAME -->``, where NAME is one of `TABLES`.
+"""
 
 import dataclasses
 import re
 import textwrap
 import typing
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from itertools import groupby
 
 from mca_config.fields import TypeHint, alternatives, hint_origin, is_enum
 from mca_config.printable import INDENT, first_line, suggestion, terminal_width
+from mca_config.reference import Tables, cell, update_files
 from mca_config.types import Typed
-from mca_train.config.arguments import LaunchArguments, LoraArguments
+from mca_train.config.arguments import DataArguments, LaunchArguments, LoraArguments
 from mca_train.config.early_arguments import hf_fields
 from mca_train.config.renamed_options import RENAMED
+from mca_train.tasks.table import TASKS
 from mca_train.tasks.task import Task
 
 _CLEARER = {
@@ -50,8 +56,8 @@ class Key:
 
 def task_keys(task: Task) -> tuple[Key, ...]:
     """Return all supported keys of ``task``, group by group."""
-    from mca_config._hf_arguments import REFUSED
     from mca_config.arguments import MegatronArguments
+    from mca_config.training_checks import REFUSED
 
     groups = [
         ("model and data", task.data_arguments),
@@ -77,7 +83,7 @@ def unknown_flags(tasks: Iterable[Task], flags: Sequence[str], words: Iterable[s
         flags: Flags of the command itself, for suggestions.
         words: Words of the command line, without those of ``flags``.
     """
-    from mca_config._hf_arguments import REFUSED
+    from mca_config.training_checks import REFUSED
 
     tasks = list(tasks)
     kind = tasks[0].name if len(tasks) == 1 else "KIND"
@@ -181,3 +187,55 @@ def _value(member: TypeHint) -> str:
         return "TEXT ..."
     words = {bool: "[true|false]", int: "N", float: "X", dict: "JSON"}
     return words.get(hint_origin(member) or member, "TEXT")
+
+
+_VALUES = {"N": "integer", "X": "number", "TEXT": "text", "TEXT ...": "list", "JSON": "mapping"}
+
+
+def _renamed_table() -> str:
+    """Return the table of keys of other programs; keys with the same replacement share a row."""
+    rows: dict[str, list[str]] = {}
+    for key, message in RENAMED.items():
+        words = message.split()
+        rows.setdefault(f"`{words[2]}`" if message.startswith("is called ") else message, []).append(
+            f"`{key}`"
+        )
+    lines = [f"| {', '.join(keys)} | {message} |" for message, keys in rows.items()]
+    return "\n".join(["| elsewhere | here |", "|---|---|", *lines])
+
+
+def _keys(*classes: type) -> Callable[[], str]:
+    return lambda: _rows(key for cls in classes for key in declared_keys(cls, ""))
+
+
+def _task_table(task: Task) -> Callable[[], str]:
+    """Return the generator of the table of keys that only ``task`` has: its columns and arguments."""
+
+    def table() -> str:
+        common = {one.name for one in fields(DataArguments)}
+        classes = [task.data_arguments, *([task.task_arguments] if task.task_arguments else [])]
+        return _rows(key for cls in classes for key in declared_keys(cls, "") if key.name not in common)
+
+    return table
+
+
+def _rows(keys: Iterable[Key]) -> str:
+    lines = ["| key | value | default | meaning |", "|---|---|---|---|"]
+    for key in keys:
+        default = "" if key.default in (None, "", [], {}) else f"`{format_default(key.default)}`"
+        value = value_placeholder(key.hint).replace("|", " or ").strip("[]{}").replace(",", ", ")
+        value = _VALUES.get(value, value)
+        lines.append(f"| `{key.name}` | {value} | {default} | {cell(key.help)} |")
+    return "\n".join(lines)
+
+
+TABLES: Tables = {
+    "renamed": _renamed_table,
+    "keys of data": _keys(DataArguments, LaunchArguments),
+    "keys of lora": _keys(LoraArguments),
+    **{f"keys of {name}": _task_table(task) for name, task in TASKS.items()},
+}
+
+
+if __name__ == "__main__":
+    update_files(TABLES)

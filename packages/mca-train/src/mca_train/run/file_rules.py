@@ -1,20 +1,29 @@
-"""Rules of a run about files, directories and packages of this machine. They import no torch."""
+"""Rules of a run about files, their columns, the tokenizer, directories and packages of this machine.
+
+They import no torch. Columns are read without the libraries that load rows, which take seconds to import.
+"""
 
 import contextlib
+import json
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from pathlib import Path
+from typing import TextIO
 
 from mca_config.errors import McaError, raised_problems
+from mca_config.files import read_json
+from mca_config.types import JsonObject
 from mca_models.checkpoint.side_files import side_files
+from mca_models.hub import is_hub_id
 from mca_train.checkpoint.output_files import require_free, require_usable, resolve
+from mca_train.config.arguments import DataArguments
 from mca_train.config.packages import optimizer_problems
 from mca_train.config.run_config import Settings
-from mca_train.data.files import check_file
-from mca_train.data.sources import parse_sources
+from mca_train.data.files import COMPRESSED, check_file, reader_name, require_column
+from mca_train.data.sources import evaluation_arguments, parse_sources
 from mca_train.data.urls import is_url, require_client
-from mca_train.run.vocabulary import tokenizer_problems
 from mca_train.tasks.task import Task
 
 
@@ -97,22 +106,160 @@ def model_side_files(task: Task, settings: Settings) -> Iterator[str]:
         yield from raised_problems(side_files, model)
 
 
-def tokenizer(task: Task, settings: Settings) -> Iterator[str]:
-    """Report a missing or damaged tokenizer."""
-    return tokenizer_problems(settings.data)
-
-
-def packages(task: Task, settings: Settings) -> Iterator[str]:
-    """Report packages that the optimizer needs."""
-    return optimizer_problems(settings.training)
-
-
 FILE_RULES: tuple[Callable[[Task, Settings], Iterable[str]], ...] = (
     data_files,
     directories,
     output_dir,
     start,
     model_side_files,
-    tokenizer,
-    packages,
+    lambda task, settings: tokenizer_problems(settings.data),
+    lambda task, settings: optimizer_problems(settings.training),
 )
+
+
+_FILE = "tokenizer.json"
+_BEGINNINGS = ("tokenizer", "vocab", "merges", "spiece", "sentencepiece", "tekken")
+_ENDINGS = (".model", ".spm", ".tiktoken")
+_ALONE = {"config.json", "generation_config.json", "mca_config.json", "latest_checkpointed_iteration.txt"}
+"""Files of a Hub model that a plan downloads."""
+
+
+def tokenizer_problems(data: DataArguments) -> Iterator[str]:
+    """Yield problems of the tokenizer that file names and ``tokenizer.json`` show."""
+    folder = _folder(data)
+    if not folder.is_dir():
+        if data.tokenizer_name_or_path is not None and not is_hub_id(folder):
+            yield f"tokenizer_name_or_path: directory {folder} does not exist"
+        return  # a Hub id in plans; a missing model directory is reported with the architecture
+    names = {entry.name for entry in folder.iterdir()}
+    if data.tokenizer_name_or_path is None and names <= _ALONE:
+        return
+    if not any(name.startswith(_BEGINNINGS) or name.endswith(_ENDINGS) for name in names):
+        yield f"no tokenizer in {folder} (set tokenizer_name_or_path)"
+    yield from raised_problems(_count, folder)
+
+
+def vocabulary_problems(settings: Settings, rows: int) -> Iterator[str]:
+    """Report tokens beyond the model's ``rows`` vocabulary rows, which an adapter cannot train."""
+    try:
+        tokens = _count(_folder(settings.data)) if settings.lora.is_enabled else None
+    except McaError:
+        return  # reported by `tokenizer_problems`
+    if tokens is not None and (problem := growth_problem(settings, tokens, rows)):
+        yield problem
+
+
+def growth_problem(settings: Settings, tokens: int, rows: int) -> str | None:
+    """Return the problem of extending a vocabulary of ``rows`` to the tokenizer's ``tokens``; None: there is none."""
+    if tokens <= rows or not settings.lora.is_enabled:
+        return None
+    path = settings.data.model_name_or_path
+    return (
+        f"the tokenizer has {tokens} tokens, the model's vocabulary {rows}, and an adapter does not contain the new "
+        f"rows; write a larger base model first: AutoModel.from_pretrained({path!r}, vocab_size={tokens})"
+        ".save_pretrained_as_hf(...)"
+    )
+
+
+def _folder(data: DataArguments) -> Path:
+    return Path(data.tokenizer_name_or_path or data.model_name_or_path)
+
+
+def _count(folder: Path) -> int | None:
+    """Return the number of tokens in ``tokenizer.json`` of ``folder``; None: no such file, or an unknown format.
+
+    Raises:
+        McaError: The file is not valid JSON.
+    """
+    file = folder / _FILE
+    return _count_tokens(file, file.stat().st_mtime_ns) if file.is_file() else None
+
+
+@cache
+def _count_tokens(file: Path, changed: int) -> int | None:
+    """Return the number of tokens, cached by the file's time of change because a layout search needs it often."""
+    document = read_json(file, "a tokenizer")
+    vocabulary = (document.get("model") or {}).get("vocab")
+    added = document.get("added_tokens") or []
+    if isinstance(vocabulary, dict):
+        names = set(vocabulary)
+    elif isinstance(vocabulary, list) and all(isinstance(piece, list) and piece for piece in vocabulary):
+        names = {piece[0] for piece in vocabulary}
+    else:
+        return None
+    return len(names | set(map(_content, added)))
+
+
+def _content(added: JsonObject) -> str:
+    return str(added.get("content"))
+
+
+_READ = 10 << 20
+"""Bytes of a file whose rows decide its columns: `datasets` takes them from a first block of this size."""
+
+
+def column_problems(task: Task, data: DataArguments) -> Iterator[str]:
+    """Yield an error for ``train_file`` and ``eval_file`` without the columns that ``task`` reads.
+
+    Files whose columns cannot be read here are checked when they are loaded.
+    """
+    for key, files in (("train_file", data.train_file), ("eval_file", data.eval_file)):
+        columns = {file: read_columns(file, key) for file in files}
+        known = {file: names for file, names in columns.items() if names is not None}
+        if known and len(known) == len(columns):
+            yield from raised_problems(_check, task, data, key, known)
+
+
+def _check(task: Task, data: DataArguments, key: str, columns: dict[str, tuple[str, ...]]) -> None:
+    for file, names in columns.items():
+        require_column(names, task.required_column(data), f"{key}: {file}")
+    names = tuple(dict.fromkeys(name for found in columns.values() for name in found))
+    arguments = evaluation_arguments(data, names) if key == "eval_file" else data
+    task.check_columns(names, arguments, key)
+
+
+def read_columns(file: str, key: str) -> tuple[str, ...] | None:
+    """Return the columns of a local file; None if it is a list of rows or compressed, or cannot be read."""
+    if is_url(file) or not Path(file).is_file():
+        return None
+    try:
+        check_file(file, key)
+        kind = reader_name(file)
+        if kind == "text":
+            return ("text",)
+        if Path(file).suffix.lower() in COMPRESSED:
+            return None  # they are read once, with their rows
+        if kind in ("parquet", "arrow"):
+            return _schema(file, kind)
+        with Path(file).open(encoding="utf-8-sig") as lines:
+            return _keys(lines)
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def _schema(file: str, kind: str) -> tuple[str, ...]:
+    """Return the columns of a Parquet or Arrow file; pyarrow's import takes 0.3 s of a CPU."""
+    if kind == "parquet":
+        from pyarrow import parquet
+
+        return tuple(parquet.read_schema(file).names)
+    from pyarrow import ArrowInvalid, ipc, memory_map
+
+    with memory_map(file) as source:
+        try:
+            return tuple(ipc.open_stream(source).schema.names)
+        except ArrowInvalid:  # the format of files, which has an index at its end
+            return tuple(ipc.open_file(source).schema.names)
+
+
+def _keys(lines: TextIO) -> tuple[str, ...] | None:
+    """Return all keys of the rows in the first block; None if a line is no row, or longer than the block."""
+    names: dict[str, None] = {}
+    size = 0
+    while size < _READ and (line := lines.readline(_READ)):
+        if line.strip():
+            if not line.lstrip().startswith("{") or len(line) == _READ:
+                return None
+            names.update(dict.fromkeys(json.loads(line)))
+        size += len(line)
+    return tuple(names) or None

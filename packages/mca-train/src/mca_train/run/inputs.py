@@ -18,9 +18,8 @@ from mca_config.redaction import redacted
 from mca_train.checkpoint.output_lock import OutputLock
 from mca_train.config.run_config import Settings
 from mca_train.data.image_rows import ImageReader
-from mca_train.run.file_rules import require_start
+from mca_train.run.file_rules import growth_problem, require_start
 from mca_train.run.rules import Run
-from mca_train.run.vocabulary import growth_problem
 from mca_train.tasks.load import load_mixture, load_stream, load_tokenized
 
 if TYPE_CHECKING:

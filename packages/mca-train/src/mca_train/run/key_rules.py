@@ -78,11 +78,6 @@ def adapter_keys(task: Task, settings: Settings) -> Iterator[str]:
         yield f"an adapter is not written as {settings.training.ckpt_format}; remove ckpt_format and async_save"
 
 
-def task_keys(task: Task, settings: Settings) -> Iterator[str]:
-    """Yield what the kind of run itself does not support."""
-    return task.problems(settings)
-
-
 def columns(task: Task, settings: Settings) -> Iterator[str]:
     """Yield an error for column keys that neither the kind of run nor a configured format reads."""
     if unused := [key for key in settings.values if key in task.unused_columns]:
@@ -114,7 +109,7 @@ KEY_RULES: tuple[Callable[[Task, Settings], Iterable[str]], ...] = (
     streaming,
     evaluation,
     adapter_keys,
-    task_keys,
+    lambda task, settings: task.problems(settings),
     columns,
     metric,
 )

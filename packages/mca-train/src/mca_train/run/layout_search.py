@@ -17,8 +17,7 @@ from mca_config.types import JsonObject, Values
 from mca_models.megatron.factory.transformer_config import Target, transformer_config
 from mca_train.plan.hardware import Hardware
 from mca_train.plan.memory import GIB, PlanInput
-from mca_train.plan.remedies import with_changes
-from mca_train.plan.search import LAYOUT_KEYS, Fit, TimedLayout, fitting_layouts, with_step_time
+from mca_train.plan.search import LAYOUT_KEYS, Fit, TimedLayout, fitting_layouts, with_changes, with_step_time
 from mca_train.run.rules import Run, check
 from mca_train.run.settings import make_settings
 

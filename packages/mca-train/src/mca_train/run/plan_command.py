@@ -21,9 +21,8 @@ from mca_train.plan.chunks import Implementation
 from mca_train.plan.hardware import Hardware, load_hardware
 from mca_train.plan.memory import Plan, plan_layout
 from mca_train.plan.options import PlanOptions
-from mca_train.plan.remedies import Remedy, find_remedies, stages_over_limit, with_changes
 from mca_train.plan.report import plan_document, render, render_remedies
-from mca_train.plan.search import OVERLAPS
+from mca_train.plan.search import OVERLAPS, Remedy, find_remedies, stages_over_limit, with_changes
 from mca_train.run import layout_search
 from mca_train.run.logs import silent_arguments
 from mca_train.run.plan_input import make_image_check, make_plan_input, planned_media
@@ -186,14 +185,13 @@ class _Media:
     @classmethod
     def from_run(cls, run: Run, target: "Target | None", options: PlanOptions) -> "_Media":
         """Return the media of ``run``; a default number that the run cannot use counts as none."""
-        requests = (options.images, options.image_size, options.clips, options.clip_seconds)
-        video_requests = (options.videos, options.video_frames)
-        media = planned_media(run, *requests, videos=options.videos, frames=options.video_frames)
+        media = planned_media(run, options)
         if media is None:
             return cls(None, (), False, lambda _: [])
         problems = make_image_check(run, target)
         refused = tuple(f"images: {problem}" for problem in problems(run.layout))
-        requested = any(request is not None for request in (*requests, *video_requests))
+        requests = (options.images, options.image_size, options.clips, options.clip_seconds)
+        requested = any(each is not None for each in (*requests, options.videos, options.video_frames))
         needed = requested or bool(media.trained - {"language"})
         return cls(None if refused else media, refused, bool(refused) and needed, problems)
 

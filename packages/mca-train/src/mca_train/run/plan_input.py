@@ -17,6 +17,7 @@ from mca_train.plan.chunks import Implementation
 from mca_train.plan.counts import ModelCounts
 from mca_train.plan.hardware import Device
 from mca_train.plan.memory import PlanInput
+from mca_train.plan.options import PlanOptions
 from mca_train.plan.vision_memory import plan_images, plan_videos
 from mca_train.run.rules import Run
 
@@ -24,41 +25,33 @@ if TYPE_CHECKING:
     from mca_models.megatron.factory.transformer_config import Target
 
 
-def planned_media(
-    run: Run,
-    count: int | None = None,
-    pixels: int | None = None,
-    clips: int | None = None,
-    seconds: float | None = None,
-    *,
-    videos: int | None = None,
-    frames: int | None = None,
-) -> PlannedMedia | None:
-    """Return the media per sequence in the plan of ``run``.
+def planned_media(run: Run, options: PlanOptions | None = None) -> PlannedMedia | None:
+    """Return the media per sequence in the plan of ``run``, as ``options`` request; None: there are none.
 
-    Args:
-        run: The run.
-        count: Requested number of images; None: one, if the run can have images and no videos are requested.
-        pixels: Requested size of images, and of the frames of videos.
-        clips: Requested number of audio clips; None: one, if the run can have audio.
-        seconds: Requested length of clips.
-        videos: Requested number of videos; None: none.
-        frames: Requested frames of each video.
+    Without requests there is one image and one audio clip, if the run can have them, and there are no videos.
 
     Raises:
         UsageError: The request is not possible.
     """
+    options = options or PlanOptions()
     settings = run.settings
     trained = trained_parts(settings.training, run.model)
     if settings.lora.adapter_name_or_path is not None:
         trained = adapted_parts(settings.lora.adapter_name_or_path, run.model)
     length, takes = settings.data.seq_length, run.task.takes_images
-    videos_only = count is None and (videos or (videos is None and frames))  # videos without images
+    videos, frames = options.videos, options.video_frames
+    videos_only = options.images is None and (videos or (videos is None and frames))  # videos without images
     images = None
     if not videos_only:
         folder = Path(settings.data.model_name_or_path)
         images = plan_images(
-            run.model, trained, length, takes=takes, count=count, pixels=pixels, folder=folder
+            run.model,
+            trained,
+            length,
+            takes=takes,
+            count=options.images,
+            pixels=options.image_size,
+            folder=folder,
         )
     room = length - (images.length if images else 0)
     video_plan = plan_videos(
@@ -68,11 +61,13 @@ def planned_media(
         takes=takes,
         count=videos,
         frames=frames,
-        pixels=pixels,
+        pixels=options.image_size,
         with_images=images is not None,
     )
     room -= video_plan.length if video_plan else 0
-    clip_plan = plan_clips(run.model, trained, room, takes=takes, count=clips, seconds=seconds)
+    clip_plan = plan_clips(
+        run.model, trained, room, takes=takes, count=options.clips, seconds=options.clip_seconds
+    )
     found = PlannedMedia(images=images, videos=video_plan, clips=clip_plan)
     return found if images or video_plan or clip_plan else None
 

@@ -31,9 +31,8 @@ from mca_train.config.model_parts import part_problems, trained_parts
 from mca_train.config.run_config import Settings
 from mca_train.losses.preference import reference_problems
 from mca_train.lr_schedule import schedule_problems
-from mca_train.run.file_rules import FILE_RULES
+from mca_train.run.file_rules import FILE_RULES, vocabulary_problems
 from mca_train.run.key_rules import KEY_RULES
-from mca_train.run.vocabulary import vocabulary_problems
 from mca_train.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -165,11 +164,6 @@ def _read_reference(
 # Keys, independent of model and machine
 
 
-def schedule(task: Task, settings: Settings) -> Iterator[str]:
-    """Yield contradictions in the learning-rate schedule."""
-    return schedule_problems(settings.training)
-
-
 def backend(task: Task, settings: Settings) -> Iterator[str]:
     """Report a ``ddp_backend`` that differs from the backend of this machine."""
     requested, expected = settings.values.get("ddp_backend"), platform.backend()
@@ -220,12 +214,11 @@ def images(run: Run, target: "Target | None") -> Iterator[str]:
             yield f"{key}: a {run.model.model_type} model takes no {medium}; remove the key"
 
 
-def vocabulary(run: Run, target: "Target | None") -> Iterator[str]:
-    """Report tokens beyond the model's vocabulary, which an adapter cannot train."""
-    return vocabulary_problems(run.settings, run.model.vocab_size)
-
-
-KEYS: tuple[Callable[[Task, Settings], Iterable[str]], ...] = (*KEY_RULES, schedule, backend)
+KEYS: tuple[Callable[[Task, Settings], Iterable[str]], ...] = (
+    *KEY_RULES,
+    lambda task, settings: schedule_problems(settings.training),
+    backend,
+)
 """Rules that no machine could follow, from the keys alone."""
 MACHINE: tuple[Callable[[Task, Settings], Iterable[str]], ...] = FILE_RULES
 """Rules about files, directories and packages of this machine."""
@@ -233,6 +226,6 @@ MODEL: tuple[Callable[[Run, "Target | None"], Iterable[str]], ...] = (
     architecture,
     reference,
     images,
-    vocabulary,
+    lambda run, target: vocabulary_problems(run.settings, run.model.vocab_size),
 )
 """Rules that no machine could follow, from the architecture and the layout."""

@@ -23,8 +23,7 @@ from mca_config.printable import suggestion
 from mca_config.redaction import redacted
 from mca_config.types import JsonObject, Values
 from mca_train.config.arguments import LaunchArguments, LoraArguments
-from mca_train.config.early_arguments import early_arguments
-from mca_train.config.early_rules import schedule_value_problems
+from mca_train.config.early_arguments import early_arguments, schedule_value_problems
 from mca_train.config.model import (
     adapter_problems,
     model_config,
@@ -37,8 +36,7 @@ from mca_train.config.packages import engine_problems
 from mca_train.config.renamed_options import RENAMED
 from mca_train.config.run_config import Settings, has_hub_ids, with_directories
 from mca_train.plan.options import PlanOptions
-from mca_train.run.early_columns import column_problems
-from mca_train.run.file_rules import FILE_RULES, data_files, directories, start
+from mca_train.run.file_rules import FILE_RULES, column_problems, data_files, directories, start
 from mca_train.run.key_rules import KEY_RULES
 from mca_train.tasks.table import TASKS, infer_task, other_task_keys
 from mca_train.tasks.task import Task

@@ -32,15 +32,14 @@ from mca_train.config.run_config import Settings, has_hub_ids, with_directories
 from mca_train.data.scoring import padding_token
 from mca_train.launch import environment, failures, launcher
 from mca_train.launch.environment import LISTENER, join
+from mca_train.launch.failures import raising_on_signals
 from mca_train.launch.launcher import scratch_folder
-from mca_train.launch.signals import raising_on_signals
 from mca_train.run.inputs import Inputs, prepare_inputs
 from mca_train.run.logs import quiet_libraries, set_log_levels, silent_arguments
-from mca_train.run.record import write_record
+from mca_train.run.record import best_step, plot_losses, summary, write_record
 from mca_train.run.restarts import StartRecorder, can_restart, resume_values
 from mca_train.run.rules import check
 from mca_train.run.settings import make_settings
-from mca_train.run.summary import best_step, plot_losses, summary
 from mca_train.tasks.task import Task
 from mca_train.types import TrainerControl, TrainerState, TrainingArguments
 

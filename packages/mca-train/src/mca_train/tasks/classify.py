@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from mca_models.templates.classification_head import Head
     from mca_train.config.run_config import Settings
     from mca_train.data.encoding import RowEncoder, RowNumbers
-    from mca_train.data.image_rows import ImageRows
-    from mca_train.tasks.row_context import RowContext
+    from mca_train.data.image_rows import ImageRows, RowContext
     from mca_train.trainer.base import TrainerOptions
     from mca_train.trainer.scores import ClassificationTrainer
 

@@ -10,13 +10,7 @@ from typing import TYPE_CHECKING, cast
 from mca_config.errors import McaError
 from mca_train.config.arguments import DataArguments, PairArguments, option
 from mca_train.losses.options import PAIR_METRICS, REFUSED, LossType, pair_key_problems
-from mca_train.tasks.task import (
-    AnswerTask,
-    Example,
-    ReferenceArguments,
-    adapter_reference_problems,
-    pair_format_problems,
-)
+from mca_train.tasks.task import Example, PairTask, ReferenceArguments, adapter_reference_problems
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -89,18 +83,16 @@ class DpoArguments(ReferenceArguments):
         return PreferenceLoss(**vars(self.options()))
 
 
-class Dpo(AnswerTask):
+class Dpo(PairTask):
     """Preference tuning on a prompt with a better and a worse answer."""
 
     name = "dpo"
     takes_images = True
-    unused_columns = ("messages_column", "completion_column", "text_column")
     summary = (
         "on preferences: prompt, chosen and rejected; losses sigmoid, ipo, simpo, orpo and more (dpo_loss)"
     )
     data_arguments = PairArguments
     task_arguments = DpoArguments
-    sides = ("chosen", "rejected")
     required_content = "both answers"
     example = Example(
         rows="rows with `prompt`, `chosen` and `rejected`", learning_rate="5.0e-7", task_lines=_KEYS
@@ -110,12 +102,6 @@ class Dpo(AnswerTask):
     def metric_names(self) -> tuple[str, ...]:
         """Return rewards and log-probabilities of the two answers."""
         return PAIR_METRICS
-
-    def check_columns(self, names: Sequence[str], data: DataArguments, key: str) -> None:
-        """Raise an error for rows without two answers, as `Task.check_columns`."""
-        from mca_train.data.formats import detect_pair_format
-
-        detect_pair_format(names, cast("PairArguments", data), key)
 
     def encoder(
         self, names: Sequence[str], tokenizer: "PreTrainedTokenizerBase", data: DataArguments, key: str
@@ -129,7 +115,7 @@ class Dpo(AnswerTask):
         self, tokenizer: "PreTrainedTokenizerBase", data: DataArguments
     ) -> "Callable[[Row], bool]":
         """Return the quick check for targets, as `AnswerTask.surely_has_target`."""
-        from mca_train.data.target_filter import pair_target_check
+        from mca_train.data.streams import pair_target_check
 
         return pair_target_check(cast("PairArguments", data))
 
@@ -137,7 +123,7 @@ class Dpo(AnswerTask):
         """Yield an error for each setting that pairs do not support, or that leaves no reference."""
         arguments = _arguments(settings)
         yield from pair_key_problems(settings.training)
-        yield from pair_format_problems(self.name, settings)
+        yield from super().problems(settings)
         if arguments.precompute_ref_log_probs and settings.data.streaming:
             yield "precompute_ref_log_probs needs all rows before training; set streaming to false"
         if arguments.options().needs_reference:

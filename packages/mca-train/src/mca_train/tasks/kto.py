@@ -1,4 +1,4 @@
-"""``mca-train kto``: preference tuning on unpaired answers that are good or bad (`losses.kto`)."""
+"""``mca-train kto``: preference tuning on unpaired answers that are good or bad (`losses.preference`)."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mca_models import VirtualModels
     from mca_train.config.run_config import Settings
     from mca_train.data.encoding import RowNumbers
-    from mca_train.losses.kto import KtoLoss
+    from mca_train.losses.preference import KtoLoss
     from mca_train.losses.preference_options import KtoOptions
     from mca_train.trainer.base import TrainerOptions
     from mca_train.trainer.kto import KtoTrainer
@@ -45,7 +45,7 @@ class KtoArguments(ReferenceArguments):
 
     def loss(self) -> "KtoLoss":
         """Return the loss with these options."""
-        from mca_train.losses.kto import KtoLoss
+        from mca_train.losses.preference import KtoLoss
 
         return KtoLoss(**vars(self._options()))
 
@@ -100,9 +100,9 @@ class Kto(Sft):
 
     def problems_in_megatron(self, settings: "Settings", megatron: "TransformerConfig") -> Iterator[str]:
         """Yield an error for each loss per token and each setting for samples of one length."""
-        from mca_train.losses.kto import model_problems
+        from mca_train.losses.preference import kto_model_problems
 
-        return model_problems(megatron)
+        return kto_model_problems(megatron)
 
     def problems_in_steps(self, samples: int) -> Iterator[str]:
         """Yield an error if a step has no other samples for the KL estimate."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from mca_config.errors import UsageError
 from mca_train.config.arguments import DataArguments
 from mca_train.data.files import check_file, load_rows, local_copy, reader_name, translate_read_errors
-from mca_train.data.image_rows import without_decoding
+from mca_train.data.image_rows import RowContext, without_decoding
 from mca_train.data.indexed import find_prefix
 from mca_train.data.row_paths import row_paths
 from mca_train.data.sources import evaluation_arguments, load_source, parse_sources, source_arguments
@@ -20,7 +20,6 @@ from mca_train.data.token_cache import cache_key, file_digest, load_or_build
 from mca_train.data.token_dataset import Mixture
 from mca_train.data.tools import json_features
 from mca_train.data.urls import describe_files
-from mca_train.tasks.row_context import RowContext
 from mca_train.tasks.task import Task
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from mca_train.config.run_config import Settings
+    from mca_train.data.image_rows import RowContext
     from mca_train.data.streams import FileRows
     from mca_train.data.token_dataset import Sample, TokenDataset
-    from mca_train.tasks.row_context import RowContext
 
 
 class Pretrain(Task):

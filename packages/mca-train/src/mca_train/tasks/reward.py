@@ -1,12 +1,12 @@
 """``mca-train reward``: a reward model on preference pairs, with the Bradley-Terry loss (`losses.scores`)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from mca_config.errors import McaError
 from mca_train.config.arguments import DataArguments, RewardArguments, option
-from mca_train.tasks.task import Example, ScoreTask, pair_format_problems
+from mca_train.tasks.task import Example, PairTask, ScoreTask
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,15 +34,13 @@ class RewardRunArguments:
             )
 
 
-class Reward(ScoreTask):
+class Reward(PairTask, ScoreTask):
     """Reward model on pairs of answers of which one is better."""
 
     name = "reward"
     summary = "a reward model on preferences: chosen and rejected, with prompt and margin or without"
     data_arguments = RewardArguments
     task_arguments = RewardRunArguments
-    unused_columns = ("messages_column", "completion_column", "text_column")
-    sides = ("chosen", "rejected")
     required_content = "both answers whole, of two tokens or more,"
     needs_whole_rows = True  # both texts may be equal up to the truncation
     example = Example(
@@ -50,12 +48,6 @@ class Reward(ScoreTask):
         task_lines="# center_rewards_coefficient: 0.01      # keeps rewards around 0\n",
     )
     metric_names = ("accuracy", "margin", "mean_reward", "min_reward", "max_reward")
-
-    def check_columns(self, names: Sequence[str], data: DataArguments, key: str) -> None:
-        """Raise an error for rows without two answers, as `Task.check_columns`."""
-        from mca_train.data.formats import detect_pair_format
-
-        detect_pair_format(names, cast("RewardArguments", data), key)
 
     def encoder(
         self, names: Sequence[str], tokenizer: "PreTrainedTokenizerBase", data: DataArguments, key: str
@@ -70,11 +62,6 @@ class Reward(ScoreTask):
         from mca_train.data.scoring import margin_reader
 
         return margin_reader(names, cast("RewardArguments", data), key)
-
-    def problems(self, settings: "Settings") -> Iterator[str]:
-        """Yield errors of sequence classification, and of row formats that are no pairs."""
-        yield from super().problems(settings)
-        yield from pair_format_problems(self.name, settings)
 
     def head(self, settings: "Settings") -> "Head":
         """Return a head with one label."""

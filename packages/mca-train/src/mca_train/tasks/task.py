@@ -7,10 +7,10 @@ A kind is a subclass in a module of this package and one line of `table`. ``data
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, cast
 
 from mca_config.errors import UsageError
-from mca_train.config.arguments import DataArguments, option
+from mca_train.config.arguments import DataArguments, PairArguments, option
 from mca_train.losses import options
 from mca_train.losses.options import score_key_problems
 
@@ -27,11 +27,10 @@ if TYPE_CHECKING:
     from mca_models.templates.classification_head import Head
     from mca_train.config.run_config import Settings
     from mca_train.data.encoding import RowEncoder, RowNumbers
-    from mca_train.data.image_rows import ImageRows
+    from mca_train.data.image_rows import ImageRows, RowContext
     from mca_train.data.samples import AnswerRows
     from mca_train.data.streams import FileRows, Row
     from mca_train.data.token_dataset import PairDataset, Sample, TokenDataset
-    from mca_train.tasks.row_context import RowContext
     from mca_train.trainer.base import TrainerOptions
     from mca_train.trainer.trainer import McaTrainer
 
@@ -196,12 +195,6 @@ def data_format_problems(kind: str, settings: "Settings") -> Iterator[str]:
         yield f"{shapes}: mca-train {kind} reads columns, not row formats; remove it"
 
 
-def pair_format_problems(kind: str, settings: "Settings") -> Iterator[str]:
-    """Yield an error if a kind that reads pairs has a format with one answer set."""
-    if shapes := _named_formats(settings, ("alpaca", "sharegpt")):
-        yield f"{shapes}: mca-train {kind} reads the columns of pairs, or alpaca or sharegpt; remove it"
-
-
 def _named_formats(settings: "Settings", known: Sequence[str]) -> str:
     """Return the keys and values of row formats that are set, except those in ``known``."""
     data = settings.data
@@ -287,6 +280,25 @@ class AnswerTask(Task):
             images=reader,
             whole=self.needs_whole_rows,
         )
+
+
+class PairTask(AnswerTask):
+    """Kind whose rows have a better and a worse answer."""
+
+    sides = ("chosen", "rejected")
+    unused_columns = ("messages_column", "completion_column", "text_column")
+
+    def check_columns(self, names: Sequence[str], data: DataArguments, key: str) -> None:
+        """Raise an error for rows without two answers, as `Task.check_columns`."""
+        from mca_train.data.formats import detect_pair_format
+
+        detect_pair_format(names, cast("PairArguments", data), key)
+
+    def problems(self, settings: "Settings") -> Iterator[str]:
+        """Yield an error for row formats with one answer."""
+        yield from super().problems(settings)
+        if shapes := _named_formats(settings, ("alpaca", "sharegpt")):
+            yield f"{shapes}: mca-train {self.name} reads the columns of pairs, or alpaca or sharegpt; remove it"
 
 
 @dataclass(kw_only=True)

@@ -1,16 +1,19 @@
-"""`HfTrainer`: Hugging Face's Trainer without accelerate, base of `McaTrainer` and lifecycle of its parts.
+"""`HfTrainer`: Hugging Face's Trainer without accelerate, with replacements of what Megatron takes over.
 
-`Hooks` are the methods of a trainer that its parts call, and `Progress` is the state that they share.
+It is the base of `McaTrainer` and the lifecycle of its parts. `Progress` is the state that they share.
 """
 
+import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Never, NotRequired, Protocol, TypedDict
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Never, NotRequired, TypedDict, TypeVar
 
 import torch
-from torch import Tensor
 from transformers import (
+    EarlyStoppingCallback,
     PreTrainedTokenizerBase,
     PrinterCallback,
     ProgressCallback,
@@ -23,23 +26,128 @@ from transformers.trainer_callback import CallbackHandler, ExportableState
 
 from mca_config.errors import McaError
 from mca_config.training import TrainingArguments
-from mca_config.types import JsonObject
+from mca_config.types import JsonObject, Typed, Values
 from mca_train.batching.collate import Collator, CollatorFormat
-from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.batching.position import RunLength, RunPosition
-from mca_train.checkpoint.loop_state import PendingEvents, Totals
+from mca_train.checkpoint.training_state import PendingEvents, Totals
 from mca_train.data.token_dataset import Samples
-from mca_train.engine.engine import StepResult
 from mca_train.groups import Ranks
-from mca_train.metrics.metric_accumulator import Extreme
+from mca_train.metrics.meters import Extreme
 from mca_train.metrics.step_lines import StepLines
 from mca_train.metrics.step_profile import StepProfile
-from mca_train.trainer.hf_shims import ModelView, NoAccelerator
-from mca_train.types import MegatronOptimizer, Scheduler
+from mca_train.trainer.monitor import Watch
+from mca_train.types import MegatronOptimizer, SampleSource, Scheduler
 
 if TYPE_CHECKING:
     from mca_models import VirtualModels
     from mca_models.megatron.log_probs.vocabulary import TokenValues
+
+T = TypeVar("T")
+
+
+@contextmanager
+def name_missing_metric(args: TrainingArguments) -> Iterator[None]:
+    """Turn Hugging Face's KeyError for a missing ``metric_for_best_model`` into one line.
+
+    Raises:
+        McaError: The evaluation has no such metric.
+    """
+    try:
+        yield
+    except KeyError as error:
+        if "metric_for_best_model" not in str(error):
+            raise
+        raise McaError(
+            f"metric_for_best_model is {args.metric_for_best_model!r}, which the evaluation does not report: no such "
+            "metric, or no sample of the evaluation dataset counts for it; set another one"
+        ) from error
+
+
+class NoAccelerator:
+    """Replacement of accelerate's ``Accelerator`` that wraps and moves nothing."""
+
+    def unwrap_model(self, model: T, **_: object) -> T:
+        """Return the model itself."""
+        return model
+
+    def free_memory(self, *objects: object) -> tuple[object, ...]:
+        """Return the objects unchanged."""
+        return objects
+
+
+class ConfigView:
+    """A model's Hugging Face configuration, for callbacks that log it."""
+
+    def __init__(self, hf_config: Values) -> None:
+        self._values = dict(hf_config)
+
+    def to_dict(self) -> JsonObject:
+        """Return all fields."""
+        return dict(self._values)
+
+    def to_json_string(self, use_diff: bool = True) -> str:
+        """Return all fields as ``config.json`` has them."""
+        return json.dumps(self._values, indent=2, sort_keys=True, default=str) + "\n"
+
+    def __getattr__(self, name: str) -> Typed:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self._values.get(name)
+
+
+class ModelView(torch.nn.Module):
+    """Module with a configuration that the Trainer's constructor and callbacks see as the model."""
+
+    accepts_loss_kwargs = True
+
+    def __init__(self, hf_config: Values) -> None:
+        super().__init__()
+        self.config = ConfigView(hf_config)
+
+    def named_parameters(self, *_: object, **__: object) -> Never:
+        """Raise an error: a callback would see no weights."""
+        raise McaError(
+            "a callback reads parameters of its model, which are sharded over ranks; pass the trainer to the callback "
+            "and use trainer.model"
+        )
+
+    def state_dict(self, *_: object, **__: object) -> Never:
+        """Raise an error, as `named_parameters`."""
+        self.named_parameters()
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, **_: object) -> torch.Tensor:
+        """Raise an error: the engine runs Megatron's schedule over the chunks."""
+        raise NotImplementedError("McaTrainer trains through Megatron's schedule; use VirtualModels.logits")
+
+
+def restore_counters(callbacks: Iterable[TrainerCallback], saved: Values) -> None:
+    """Restore the counters of callbacks (early stopping) from those of the same class in a checkpoint.
+
+    Their arguments stay those of this run; ``restore_callback_states_from_checkpoint`` restores the checkpoint's.
+    """
+    by_name: dict[str, list[JsonObject]] = {
+        name: list(states) if isinstance(states, list) else [states] for name, states in saved.items()
+    }
+    for callback in callbacks:
+        states = by_name.get(type(callback).__name__)
+        if states and isinstance(callback, ExportableState):
+            vars(callback).update(states.pop(0).get("attributes", {}))
+
+
+def reset_patience(callbacks: Iterable[TrainerCallback]) -> None:
+    """Reset early stopping's count, which belongs to another metric."""
+    for callback in callbacks:
+        if isinstance(callback, EarlyStoppingCallback):
+            callback.early_stopping_patience_counter = 0
+
+
+def is_early_stopped(callbacks: Iterable[TrainerCallback]) -> bool:
+    """Return True if early stopping had ended the run when its checkpoint was written."""
+    return any(
+        callback.early_stopping_patience_counter >= max(callback.early_stopping_patience, 1)
+        for callback in callbacks
+        if isinstance(callback, EarlyStoppingCallback)
+    )
 
 
 class TrainerOptions(TypedDict):
@@ -54,29 +162,6 @@ class TrainerOptions(TypedDict):
     callbacks: NotRequired[Sequence[TrainerCallback] | None]
     collator_format: NotRequired[CollatorFormat | None]
     pack_length: NotRequired[int | None]
-
-
-class Hooks(Protocol):
-    """Attributes and methods of a trainer that its parts use; `McaTrainer` documents them, subclasses override them."""
-
-    metric_names: tuple[str, ...]
-    metric_differences: Mapping[str, tuple[str, str]]
-    metric_extremes: Mapping[str, Extreme]
-    wants_logits: bool
-    token_values: "TokenValues | None"
-    run_kind: str
-
-    def compute_loss(self, output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Return the loss sum of one micro-batch and its count."""
-
-    def num_items(self, batch: MicroBatch) -> Tensor:
-        """Return the count that `compute_loss` returns."""
-
-    def before_forward(self, batch: StepBatch) -> None:
-        """Run before each step's forward pass."""
-
-    def training_step(self, batch: StepBatch) -> StepResult:
-        """Run one optimizer step."""
 
 
 @dataclass(kw_only=True)
@@ -112,9 +197,18 @@ class HfTrainer(Trainer):  # type: ignore[misc]
     """
 
     args: TrainingArguments
+    model: "VirtualModels"
+    watch: Watch
     train_dataset: Samples | None
     eval_dataset: Samples | dict[str, Samples] | None
     processing_class: PreTrainedTokenizerBase | None
+    metric_names: tuple[str, ...] = ()
+    metric_differences: Mapping[str, tuple[str, str]] = MappingProxyType({})
+    metric_extremes: Mapping[str, Extreme] = MappingProxyType({})
+    wants_logits: bool = False
+    token_values: "TokenValues | None" = None
+    requires_routed_experts: bool = False
+    run_kind: str = "pretrain or sft"
     state: TrainerState
     control: TrainerControl
     callback_handler: CallbackHandler
@@ -229,6 +323,19 @@ class HfTrainer(Trainer):  # type: ignore[misc]
     def hyperparameter_search(self, *_: object, **__: object) -> Never:
         """Raise an error."""
         raise McaError("hyper-parameter search is not supported")
+
+    def replace_datasets(self, replace: Callable[[SampleSource, str], Samples]) -> None:
+        """Replace the training dataset (``train``) and those of evaluations (``eval``, ``eval_<name>``) by others."""
+
+        def replaced(dataset: SampleSource, name: str) -> Samples | None:
+            return None if dataset is None else replace(dataset, name)
+
+        self.train_dataset = replaced(self.train_dataset, "train")
+        if isinstance(self.eval_dataset, dict):
+            parts = self.eval_dataset.items()
+            self.eval_dataset = {name: replaced(dataset, f"eval_{name}") for name, dataset in parts}
+        else:
+            self.eval_dataset = replaced(self.eval_dataset, "eval")
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Return the samples in a step over all ranks."""

@@ -30,12 +30,7 @@ from mca_train.losses.options import PAIR_METRICS
 from mca_train.losses.preference import PairLogps, PreferenceLoss, sequence_logps, split_pairs
 from mca_train.losses.token_loss import sequence_loss
 from mca_train.trainer.base import TrainerOptions
-from mca_train.trainer.reference import (
-    ReferenceModel,
-    require_adapter_reference,
-    resolve_reference,
-    warn_trl_differences,
-)
+from mca_train.trainer.reference import ReferenceModel, resolve_reference, warn_trl_differences
 from mca_train.trainer.rules import RULES, pairs
 from mca_train.trainer.trainer import McaTrainer
 from mca_train.types import Sample, SampleSource
@@ -133,31 +128,23 @@ class DpoTrainer(McaTrainer):
     ) -> None:
         super().__init__(**options)
         self.preference = preference or PreferenceLoss()
-        reference = resolve_reference(
-            self.model, reference, self.processing_class, kept=precompute_ref_log_probs
-        )
         self._reference: ReferenceModel | None = None
         self._reference_queue: deque[Tensor] = deque()
         self._precomputes = precompute_ref_log_probs
-        if self.preference.needs_reference:
-            self._reference = self._new_reference(reference)
-        elif precompute_ref_log_probs:
+        reference = resolve_reference(
+            self.model, reference, self.processing_class, kept=precompute_ref_log_probs
+        )
+        needs = self.preference.needs_reference
+        if precompute_ref_log_probs and not needs:
             raise McaError(
                 f"precompute_ref_log_probs: dpo_loss {self.preference.kind} has no reference; remove it"
             )
-        warn_trl_differences(
-            self.model, without_adapter=self.preference.needs_reference and reference is None
-        )
-
-    def _new_reference(self, model: "VirtualModels | None") -> ReferenceModel:
-        chunk = self.args.loss_chunk_size
-        if model is not None:
-            return ReferenceModel(model, chunk, trained=self.model)
-
-        adapted = isinstance(self.model, PeftModels)
-        if adapted or not self._precomputes:
-            require_adapter_reference(self.model, self.args, f"dpo_loss {self.preference.kind}")
-        return ReferenceModel(self.model, chunk, without_adapter=adapted)
+        if reference is None and precompute_ref_log_probs and not isinstance(self.model, PeftModels):
+            reference = self.model  # the initial one
+        if needs:
+            name = f"dpo_loss {self.preference.kind}"
+            self._reference = ReferenceModel.for_trained(self.model, reference, self.args, name)
+        warn_trl_differences(self.model, without_adapter=needs and reference is None)
 
     def before_training(self) -> None:
         """Run the reference with ``precompute_ref_log_probs``, until done or all ranks agree to stop."""
@@ -194,15 +181,7 @@ class DpoTrainer(McaTrainer):
         with self._output.locked():
             name = reference.name()
 
-            def precomputed(dataset: SampleSource, part: str) -> Samples | None:
-                return None if dataset is None else self._with_log_probs(reference, dataset, part, name)
-
-            self.train_dataset = precomputed(self.train_dataset, "train")
-            if isinstance(self.eval_dataset, dict):
-                parts = self.eval_dataset.items()
-                self.eval_dataset = {part: precomputed(dataset, f"eval_{part}") for part, dataset in parts}
-            else:
-                self.eval_dataset = precomputed(self.eval_dataset, "eval")
+            self.replace_datasets(lambda dataset, part: self._with_log_probs(reference, dataset, part, name))
         self.release_first()
 
     def release_first(self) -> None:
@@ -287,9 +266,4 @@ class DpoTrainer(McaTrainer):
             policy.chosen,
             policy.rejected,
         )
-        ranks = self.ranks.layout.cp
-        sums = {
-            name: (value.detach() * real).sum() / ranks
-            for name, value in zip(self.metric_names, values, strict=True)
-        }
-        self.metrics.add(sums, real.sum() / ranks)
+        self._add_means(dict(zip(self.metric_names, values, strict=True)), real)

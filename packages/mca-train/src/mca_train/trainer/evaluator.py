@@ -1,6 +1,6 @@
 """`Evaluator` computes the loss of datasets: every sample counts once, and training continues unchanged.
 
-The callbacks decide when to evaluate; `Hooks.compute_loss` computes the loss.
+The callbacks decide when to evaluate; `McaTrainer.compute_loss` computes the loss.
 """
 
 import logging
@@ -16,11 +16,10 @@ from mca_models.megatron.distributed.collectives import run_on_first_rank
 from mca_train.batching.micro_batch import StepBatch
 from mca_train.batching.sample_consistency import require_same_samples
 from mca_train.data.token_dataset import Samples
-from mca_train.metrics.meter import LossMeter, LossReport
-from mca_train.trainer.base import HfTrainer, Hooks
+from mca_train.metrics.meters import LossMeter, LossReport
+from mca_train.trainer.base import HfTrainer
 from mca_train.trainer.logger import Logger
 from mca_train.trainer.model_runner import ModelRunner
-from mca_train.trainer.monitor import Watch
 from mca_train.trainer.step_loaders import StepLoaders
 
 logger = logging.getLogger(__name__)
@@ -34,19 +33,14 @@ class Evaluator:
     """Evaluation of a trainer's model; collective like the trainer itself.
 
     Args:
-        hf: The trainer with the callbacks.
-        hooks: The trainer's.
+        hf: The trainer.
         runner: Runs the model.
         data: The trainer's loaders.
-        log: Logger whose custom metrics `Hooks.compute_loss` adds to.
-        watch: Monitor of the run.
+        log: Logger whose custom metrics `McaTrainer.compute_loss` adds to.
     """
 
-    def __init__(
-        self, hf: HfTrainer, hooks: Hooks, runner: ModelRunner, data: StepLoaders, log: Logger, watch: Watch
-    ) -> None:
-        self._hf, self._hooks, self._runner = hf, hooks, runner
-        self._data, self._logger, self._watch = data, log, watch
+    def __init__(self, hf: HfTrainer, runner: ModelRunner, data: StepLoaders, log: Logger) -> None:
+        self._hf, self._watch, self._runner, self._data, self._logger = hf, hf.watch, runner, data, log
         self._stops_on_signal = False
 
     @contextmanager
@@ -81,7 +75,7 @@ class Evaluator:
         with self._runner.evaluating() as pipeline:
             for batch in self._data.rounds(loader, "evaluation"):
                 watch.hang_detector.enter("evaluating", hf.state.global_step)
-                self._hooks.before_forward(batch)
+                hf.before_forward(batch)
                 meter.add(pipeline.evaluate(batch), batch)
                 hf.fire("on_prediction_step")
                 if self._stops_on_signal and watch.signal.agreed():

@@ -25,7 +25,7 @@ from mca_config.errors import McaError
 from mca_models.megatron.distributed import parallel, rendezvous
 
 _SHOWN = 4
-_WAITING_FILES = ("p2p_communication.py", "param_and_grad_buffer.py", "sigterm.py")
+_WAITING_FILES = ("p2p_communication.py", "param_and_grad_buffer.py", "monitor.py")
 """Files whose calls wait for other ranks in native code."""
 _WRAPPERS = ("wrapper", "decorate_context", "__enter__", "__exit__")
 logger = logging.getLogger(__name__)

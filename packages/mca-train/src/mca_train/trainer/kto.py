@@ -1,6 +1,6 @@
 """``KtoTrainer`` trains on unpaired answers that are good or bad, against a reference model.
 
-The loss is in `losses.kto`. Its KL estimate is computed before each step over all samples of the step.
+The loss is in `losses.preference`. Its KL estimate is computed before each step over all samples of the step.
 """
 
 import logging
@@ -17,17 +17,11 @@ from mca_train.batching.kto_kl_pairs import KtoKlPairs
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.batching.sampling import is_stream
 from mca_train.data.token_dataset import Samples
-from mca_train.losses.kto import KtoLoss, divergence
 from mca_train.losses.options import kto_step_problems
-from mca_train.losses.preference import counted_sequences, sequence_logps
+from mca_train.losses.preference import KtoLoss, counted_sequences, divergence, sequence_logps
 from mca_train.losses.token_loss import sequence_loss
 from mca_train.trainer.base import TrainerOptions
-from mca_train.trainer.reference import (
-    ReferenceModel,
-    require_adapter_reference,
-    resolve_reference,
-    warn_trl_differences,
-)
+from mca_train.trainer.reference import ReferenceModel, resolve_reference, warn_trl_differences
 from mca_train.trainer.rules import RULES, unpaired
 from mca_train.trainer.trainer import McaTrainer
 from mca_train.types import SampleSource
@@ -42,9 +36,8 @@ class KtoTrainer(McaTrainer):
     """Trainer for samples whose ``values`` are 1 for a good answer and 0 for a bad one.
 
     Logs ``kl``, ``rewards/chosen``, ``rewards/rejected``, ``logps/chosen`` and ``logps/rejected`` (means over the good
-    and
-    over the bad answers, if there were any) and ``rewards/margins`` (the difference of the rewards) in addition to the
-    loss, in evaluation too.
+    and over the bad answers, if there were any) and ``rewards/margins`` (the difference of the rewards) in addition to
+    the loss, in evaluation too.
 
     Args:
         reference: Frozen reference model on the same layout. None, or the adapter's base model: the model itself
@@ -67,42 +60,24 @@ class KtoTrainer(McaTrainer):
     ) -> None:
         super().__init__(**options)
         self.kto = loss or KtoLoss()
-        args = self.args
         reference = resolve_reference(self.model, reference, self.processing_class)
-        if reference is None:
-            require_adapter_reference(self.model, args, "kto")
+        self._reference = ReferenceModel.for_trained(self.model, reference, self.args, "kto")
         warn_trl_differences(self.model, without_adapter=reference is None)
-        if str(args.train_sampling_strategy) != "sequential":
+        if str(self.args.train_sampling_strategy) != "sequential":
             logger.warning(
                 "kl is estimated with the answers of neighboring rows, which are usually in other steps; for those of "
                 "the same step, as in TRL, set train_sampling_strategy to sequential"
             )
-        self._reference = ReferenceModel(
-            reference or self.model,
-            args.loss_chunk_size,
-            without_adapter=reference is None,
-            trained=self.model,
-        )
-        self._policy = ReferenceModel(self.model, args.loss_chunk_size)
+        self._policy = ReferenceModel(self.model, self.args.loss_chunk_size)
         self._reference_queue: deque[Tensor] = deque()
         self._kl = torch.zeros((), device=self.ranks.device)
-        self.train_dataset = self._add_kl_pairs(self.train_dataset, options.get("pack_length"))
-        if isinstance(self.eval_dataset, dict):
-            parts = self.eval_dataset.items()
-            self.eval_dataset = {
-                name: self._add_kl_pairs(part, options.get("pack_length")) for name, part in parts
-            }
-        else:
-            self.eval_dataset = self._add_kl_pairs(self.eval_dataset, options.get("pack_length"))
+        length = options.get("pack_length")
+        self.replace_datasets(lambda dataset, _: self._add_kl_pairs(dataset, length))
 
-    def _add_kl_pairs(self, dataset: SampleSource, length: int | None) -> Samples | None:
-        if dataset is None:
-            return None
+    def _add_kl_pairs(self, dataset: SampleSource, length: int | None) -> Samples:
         if is_stream(dataset):
             raise McaError("kto needs samples in memory, not a stream; set streaming to false")
-        args = self.args
-        group = args.per_device_train_batch_size * args.gradient_accumulation_steps
-        group *= self.ranks.data_parallel_size
+        group = self.get_total_train_batch_size(self.args)
         for problem in kto_step_problems(group):
             raise McaError(problem)
         if len(dataset) < 2:

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from itertools import count
 from math import isclose
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -16,19 +16,20 @@ from mca_config.types import Typed
 from mca_train import groups
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.batching.sample_consistency import require_same_samples
-from mca_train.checkpoint.loop_state import LoopState
+from mca_train.checkpoint.training_state import LoopState
 from mca_train.checkpoint.writer import CheckpointWriter
 from mca_train.data.token_dataset import Mixture
 from mca_train.engine.engine import Engine, StepResult
 from mca_train.engine.finite import require_finite_weights
 from mca_train.losses.token_loss import StepLoss
-from mca_train.metrics.meter import LossMeter, LossReport
-from mca_train.metrics.metric_accumulator import AuxLossMeter, MetricAccumulator, SourceLosses
-from mca_train.trainer.base import HfTrainer, Hooks, Progress
-from mca_train.trainer.monitor import Watch
-
-if TYPE_CHECKING:
-    from mca_models import VirtualModels
+from mca_train.metrics.meters import (
+    AuxLossMeter,
+    LossMeter,
+    LossReport,
+    MetricAccumulator,
+    SourceLosses,
+)
+from mca_train.trainer.base import HfTrainer, Progress
 
 _ROUNDING = 1e-4
 """Relative difference between fp32 sums of many weights on different devices."""
@@ -50,28 +51,14 @@ class Logger:
     """Sums between two logs of a run; collective like the trainer.
 
     Args:
-        hf: The trainer that logs.
-        hooks: The trainer's.
-        model: `VirtualModels`.
-        watch: Monitor of the run.
+        hf: The trainer.
         checkpoints: Finishes its pending checkpoint before an error ends the run.
         progress: Progress of the run.
-        is_token_loss: The loss is the mean over target tokens.
     """
 
-    def __init__(
-        self,
-        hf: HfTrainer,
-        hooks: Hooks,
-        model: "VirtualModels",
-        watch: Watch,
-        checkpoints: CheckpointWriter,
-        progress: Progress,
-        *,
-        is_token_loss: bool,
-    ) -> None:
-        self._hf, self._hooks, self._model, self._watch = hf, hooks, model, watch
-        self._checkpoints, self._progress, self._is_token_loss = checkpoints, progress, is_token_loss
+    def __init__(self, hf: HfTrainer, checkpoints: CheckpointWriter, progress: Progress) -> None:
+        self._hf, self._model, self._watch = hf, hf.model, hf.watch
+        self._checkpoints, self._progress = checkpoints, progress
         self.reset()
 
     def reset(self) -> None:
@@ -83,14 +70,12 @@ class Logger:
         self._watch.restore({"skipped": 0})
 
     def _new_metrics(self) -> MetricAccumulator:
-        hooks = self._hooks
-        return MetricAccumulator(
-            hooks.metric_names, self._hf.ranks.device, hooks.metric_differences, hooks.metric_extremes
-        )
+        hf = self._hf
+        return MetricAccumulator(hf.metric_names, hf.ranks.device, hf.metric_differences, hf.metric_extremes)
 
     def _new_source_losses(self, dataset: object) -> SourceLosses | None:
         """Return the loss meter of a mixture's sources, if the loss is that of tokens."""
-        has_token_loss = not self._hooks.metric_names and self._hooks.token_values is None
+        has_token_loss = not self._hf.metric_names and self._hf.token_values is None
         names = dataset.names if isinstance(dataset, Mixture) and has_token_loss else ()
         return SourceLosses(names, self._hf.ranks.device) if names else None
 
@@ -174,7 +159,7 @@ class Logger:
         for step, actual, expected in zip(count(last, -1), reversed(counts), reversed(assumed), strict=False):
             if not isclose(actual, expected, rel_tol=_ROUNDING):
                 raise McaError(
-                    f"step {step}: {type(self._hooks).__name__}.compute_loss returned the count {actual:g}, num_items "
+                    f"step {step}: {type(self._hf).__name__}.compute_loss returned the count {actual:g}, num_items "
                     f"{expected:g}, which weights the MoE and MTP losses; "
                     "override num_items to return the count of compute_loss"
                 )
@@ -183,7 +168,7 @@ class Logger:
         """Raise if the run has updated nothing."""
         totals, step = self._progress.totals, self._hf.state.global_step
         with self._checkpoints.finishing_on_error():
-            self._watch.require_updates(totals, step, over_tokens=self._is_token_loss)
+            self._watch.require_updates(totals, step, over_tokens=self._hf.is_token_loss)
 
     def require_trained(self) -> None:
         """Raise if the run has updated nothing, or the model is not finite."""
@@ -197,7 +182,7 @@ class Logger:
         meters = {name: meter.state() for name, meter in self._meters().items()}
         progress = self._progress
         return LoopState(
-            totals=progress.totals, pending=progress.pending, meters=meters, run_kind=self._hooks.run_kind
+            totals=progress.totals, pending=progress.pending, meters=meters, run_kind=self._hf.run_kind
         )
 
     def restore(self, state: LoopState) -> None:
@@ -211,7 +196,7 @@ class Logger:
 
     def _meters(self) -> dict[str, Meter]:
         """Return the meters by their names in a checkpoint."""
-        columns = (*self._hooks.metric_names, *self._hooks.metric_extremes)
+        columns = (*self._hf.metric_names, *self._hf.metric_extremes)
         meters: dict[str, Meter] = {
             "loss": self.meter,
             ",".join((_METRICS_KEY, *columns)): self.metrics,  # the key includes the columns

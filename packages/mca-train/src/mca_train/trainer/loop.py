@@ -7,7 +7,6 @@ import logging
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch.utils.data import DataLoader
 from transformers.trainer_utils import IntervalStrategy, TrainOutput, speed_metrics
@@ -18,23 +17,17 @@ from mca_train.batching.micro_batch import StepBatch
 from mca_train.batching.position import RunLength, RunPosition
 from mca_train.batching.sampling import StepSampler, StepStream
 from mca_train.checkpoint import directory
-from mca_train.checkpoint.loop_state import PendingEvents
 from mca_train.checkpoint.model import saved_weights
-from mca_train.checkpoint.training_state import TrainingState
+from mca_train.checkpoint.training_state import PendingEvents, TrainingState
 from mca_train.engine.engine import StepResult
 from mca_train.engine.rng import has_dropout
-from mca_train.trainer.base import HfTrainer, Hooks, Progress
+from mca_train.trainer.base import HfTrainer, Progress, is_early_stopped, name_missing_metric
 from mca_train.trainer.evaluator import EvaluationStopped, Evaluator
-from mca_train.trainer.hf_shims import is_early_stopped, name_missing_metric
 from mca_train.trainer.logger import Logger
 from mca_train.trainer.model_runner import ModelRunner
-from mca_train.trainer.monitor import Watch, save_and_stop
-from mca_train.trainer.output_dir import OutputDir
+from mca_train.trainer.monitor import save_and_stop
 from mca_train.trainer.saver import Saver
 from mca_train.trainer.step_loaders import StepLoaders, log_plan
-
-if TYPE_CHECKING:
-    from mca_models import VirtualModels
 
 logger = logging.getLogger(__name__)
 
@@ -43,37 +36,29 @@ class Loop:
     """Training loop of a trainer; collective like the trainer itself.
 
     Args:
-        hf: The trainer with the callbacks and the arguments.
-        hooks: The trainer's.
-        model: `VirtualModels`.
+        hf: The trainer.
         runner: Runs and trains the model.
         data: The trainer's loaders.
         log: Logger.
         evaluator: Evaluates the model.
         saver: Saves checkpoints.
-        output: Directory of the checkpoints.
-        watch: Monitor of the run.
         progress: Progress of the run.
     """
 
     def __init__(
         self,
         hf: HfTrainer,
-        hooks: Hooks,
-        model: "VirtualModels",
         *,
         runner: ModelRunner,
         data: StepLoaders,
         log: Logger,
         evaluator: Evaluator,
         saver: Saver,
-        output: OutputDir,
-        watch: Watch,
         progress: Progress,
     ) -> None:
-        self._hf, self._hooks, self._model, self._runner = hf, hooks, model, runner
+        self._hf, self._model, self._runner, self._watch = hf, hf.model, runner, hf.watch
         self._data, self._logger, self._evaluator, self._saver = data, log, evaluator, saver
-        self._output, self._watch, self._progress = output, watch, progress
+        self._progress = progress
 
     def run(self, checkpoint: Path | None) -> TrainOutput:
         """Train from the start, or from ``checkpoint``, to the end of the run."""
@@ -87,7 +72,7 @@ class Loop:
         length = RunLength.from_arguments(hf.args, sampler, progress.position, hf.state.global_step)
         training = self._prepare(length, checkpoint)
         log_plan(hf.args, hf.ranks, length, sampler.shape.global_size, hf.state.global_step)
-        self._output.remove_leftovers(checkpoint)
+        self._saver.output.remove_leftovers(checkpoint)
         first_step, start_time = hf.state.global_step, time.time()
         progress.started_at_step = first_step
         hf.fire("on_train_begin")
@@ -151,7 +136,7 @@ class Loop:
         for batch in self._data.steps(loader, sampler):
             training.rate.write(training.engine.optimizer.param_groups)
             hf.fire("on_step_begin")
-            self._hooks.training_step(batch)
+            hf.training_step(batch)
             hf.state.global_step += 1
             progress.position = progress.position.after_step()
             hf.state.epoch = epoch + sampler.share(progress.position.samples)
@@ -171,7 +156,7 @@ class Loop:
         hf, training, watch = self._hf, self._runner.training, self._watch
         number = hf.state.global_step + 1
         watch.hang_detector.enter("forward and backward", number)
-        self._hooks.before_forward(batch)
+        hf.before_forward(batch)
         loss = training.engine.forward_backward(batch)
         self._logger.add_step(loss, batch)
         hf.fire("on_pre_optimizer_step")

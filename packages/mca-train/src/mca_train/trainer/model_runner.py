@@ -4,24 +4,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mca_config.errors import McaError
-from mca_config.training import TrainingArguments
 from mca_models.megatron.log_probs.chunks import preserved_output
 from mca_train.checkpoint.model import load_weights
 from mca_train.engine.engine import Engine
-from mca_train.engine.param_groups import select_trained_parts
+from mca_train.engine.optimizer import select_trained_parts
 from mca_train.engine.pipeline import Pipeline
 from mca_train.engine.rng import preserved_rng
-from mca_train.losses.chunked import chunk_losses
-from mca_train.losses.label_smoothing import smooth_labels
+from mca_train.losses.loss_inputs import chunk_losses, smooth_labels
 from mca_train.losses.token_loss import LossFunction
 from mca_train.lr_schedule import LearningRate, run_rate
-from mca_train.trainer.base import Hooks
-
-if TYPE_CHECKING:
-    from mca_models import VirtualModels
+from mca_train.trainer.base import HfTrainer
 
 
 @dataclass(frozen=True)
@@ -36,19 +30,15 @@ class ModelRunner:
     """Runs a model forward, and trains it once `start` was called.
 
     Args:
-        model: `VirtualModels`.
-        args: Training arguments.
-        hooks: The trainer's.
+        hf: The trainer.
         loss: Function from the last stage's output to the loss.
     """
 
-    def __init__(
-        self, model: "VirtualModels", args: TrainingArguments, hooks: Hooks, loss: LossFunction
-    ) -> None:
-        self._model, self._args, self._hooks, self._loss = model, args, hooks, loss
+    def __init__(self, hf: HfTrainer, loss: LossFunction) -> None:
+        self._model, self._args, self._hf, self._loss = hf.model, hf.args, hf, loss
         self._training: Training | None = None
         self.set_output()
-        self._forward = Pipeline(list(model.chunks), loss, wants_logits=hooks.wants_logits)
+        self._forward = Pipeline(list(hf.model.chunks), loss, wants_logits=hf.wants_logits)
 
     @property
     def pipeline(self) -> Pipeline:
@@ -80,13 +70,13 @@ class ModelRunner:
 
     def set_output(self) -> None:
         """Set the output of the chunk with the loss, which another trainer may have changed."""
-        args, model, hooks = self._args, self._model, self._hooks
+        args, model, hf = self._args, self._model, self._hf
         smooth_labels(model.chunks, args.label_smoothing_factor, model.config.vocab_size)
         chunk_losses(
             model.chunks,
             args.loss_chunk_size,
-            wants_logits=hooks.wants_logits,
-            values=hooks.token_values,
+            wants_logits=hf.wants_logits,
+            values=hf.token_values,
             vocab_size=model.config.vocab_size,
         )
 
@@ -120,6 +110,6 @@ class ModelRunner:
             list(self._model.chunks),
             self._args,
             self._loss,
-            wants_logits=self._hooks.wants_logits,
-            num_items=self._hooks.num_items,
+            wants_logits=self._hf.wants_logits,
+            num_items=self._hf.num_items,
         )

@@ -1,31 +1,41 @@
 """`Watch` monitors a run: stop signals, gradients that are not finite, skipped steps, speed, hangs.
 
-The trainer calls it after each step; its errors end the run.
+The trainer calls it after each step; its errors end the run. `StopSignal` handles SIGTERM, by which schedulers end a
+job: all ranks agree on the step to stop after.
 """
 
 import logging
 import math
+import os
+import signal
+import threading
+import time
 from collections.abc import Mapping
 from dataclasses import replace
+from types import FrameType
 from typing import TYPE_CHECKING
 
+import torch
+import torch.distributed as dist
 from transformers import TrainerControl
 
 from mca_config.errors import McaError
 from mca_config.training import TrainingArguments
+from mca_models.megatron import platform
 from mca_train import groups
-from mca_train.checkpoint.loop_state import PendingEvents, Totals
+from mca_train.checkpoint.training_state import PendingEvents, Totals
 from mca_train.engine.engine import StepResult
 from mca_train.engine.finite import require_finite, require_finite_weights
 from mca_train.groups import Ranks
 from mca_train.losses.token_loss import StepLoss
-from mca_train.metrics.meter import LossReport
+from mca_train.metrics.meters import LossReport
 from mca_train.metrics.stragglers import Stragglers
 from mca_train.metrics.throughput import Throughput
 from mca_train.trainer.hang_detector import HangDetector
-from mca_train.trainer.sigterm import StopSignal
 
 if TYPE_CHECKING:
+    from signal import _HANDLER
+
     from megatron.core.optimizer import MegatronOptimizer
 
     from mca_models import VirtualModels
@@ -178,3 +188,55 @@ def save_and_stop(control: TrainerControl, step: int, pending: PendingEvents) ->
     control.should_save = control.should_training_stop = True
     control.should_evaluate = False
     return pending
+
+
+_AGAIN = 1.0  # seconds; launchers and schedulers may both deliver the same signal
+
+
+class StopSignal:
+    """Handles SIGTERM between ``__enter__`` and ``__exit__``, on every rank.
+
+    The first signal requests a stop. One that comes a second or more later ends the process at once, as does SIGINT.
+    After each step the ranks start an all-reduce of the request and read that of the step before, so no step waits and
+    all ranks stop after the same one. Only the main thread can handle signals.
+    """
+
+    def __init__(self) -> None:
+        self._received: float | None = None
+        self._before: _HANDLER = None
+        self._work: dist.Work | None = None
+        self._request = torch.zeros(1)
+        self.stopped = False
+        """True if the ranks agreed to stop."""
+
+    def __enter__(self) -> "StopSignal":
+        self._received, self.stopped = None, False
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGTERM, self._handle)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._work is not None and error[0] is None:
+            self._work.wait()
+        self._work = None
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
+
+    def agreed(self) -> bool:
+        """Return True if all ranks stop after this step; every rank calls this after every step."""
+        if dist.get_world_size() == 1:
+            self.stopped = self._received is not None
+            return self.stopped
+        if self._work is not None:
+            self._work.wait()
+            self.stopped = bool(self._request)
+        self._request = torch.tensor([float(self._received is not None)], device=platform.current_device())
+        self._work = dist.all_reduce(self._request, dist.ReduceOp.MAX, async_op=True)
+        return self.stopped
+
+    def _handle(self, number: int, _: FrameType | None) -> None:
+        now = time.monotonic()
+        if self._received is not None and now - self._received > _AGAIN:
+            os._exit(128 + number)
+        if self._received is None:
+            self._received = now

@@ -23,8 +23,7 @@ from mca_train.checkpoint.reference_log_probs import model_fingerprint
 from mca_train.engine.pipeline import Pipeline
 from mca_train.engine.rng import preserved_rng
 from mca_train.groups import Ranks
-from mca_train.losses.chunked import chunk_losses
-from mca_train.losses.label_smoothing import smooth_labels
+from mca_train.losses.loss_inputs import chunk_losses, smooth_labels
 from mca_train.losses.options import adapter_reference_problems
 from mca_train.losses.preference import counted_sequences, reference_problems, sequence_logps
 
@@ -81,12 +80,8 @@ def _differences(reference: McaModelConfig, model: McaModelConfig, tokens: int) 
         )
 
 
-def require_adapter_reference(model: "VirtualModels", args: TrainingArguments, loss: str) -> None:
-    """Raise unless ``model`` without its adapter can be the reference of ``loss``.
-
-    Raises:
-        McaError: It has no adapter, or its base model changes in training.
-    """
+def _require_adapter_reference(model: "VirtualModels", args: TrainingArguments, loss: str) -> None:
+    """Raise unless ``model`` without its adapter can be the reference of ``loss``."""
     if not isinstance(model, PeftModels):
         raise McaError(f"{loss} needs a reference: pass one, or a model with a LoRA adapter")
     if model.adapter.modules_to_save:
@@ -147,6 +142,19 @@ class ReferenceModel:
         self._pipeline = Pipeline(list(model.chunks), self._keep)
         self._adapted = cast("PeftModels", model) if without_adapter else None
         self._outputs: list[tuple[Tensor, MicroBatch]] = []
+
+    @classmethod
+    def for_trained(
+        cls, model: "VirtualModels", reference: "VirtualModels | None", args: TrainingArguments, loss: str
+    ) -> "ReferenceModel":
+        """Return the reference of ``loss`` for the trained ``model``; None: the model itself without its adapter.
+
+        Raises:
+            McaError: The model without its adapter cannot be the reference.
+        """
+        if reference is None:
+            _require_adapter_reference(model, args, loss)
+        return cls(reference or model, args.loss_chunk_size, without_adapter=reference is None, trained=model)
 
     def name(self) -> str:
         """Return `model_fingerprint` of the reference."""

@@ -23,10 +23,10 @@ from mca_models.megatron.peft import PeftModels
 from mca_train.batching.sampling import require_steps
 from mca_train.checkpoint.model import require_format
 from mca_train.config.packages import optimizer_problems
-from mca_train.losses import kto, preference
+from mca_train.losses import preference
 from mca_train.losses.options import kto_key_problems, pair_key_problems, score_key_problems
 from mca_train.lr_schedule import schedule_problems
-from mca_train.trainer.base import HfTrainer, Hooks
+from mca_train.trainer.base import HfTrainer
 from mca_train.trainer.unused_options import unused_option_names
 from mca_train.types import SampleSource, VirtualModels
 
@@ -112,7 +112,7 @@ class TrainerSetup:
 
     model: VirtualModels
     args: "TrainingArguments"
-    trainer: Hooks
+    trainer: HfTrainer
     base: type
     parameters: Mapping[str, object]
     train_dataset: SampleSource
@@ -212,21 +212,6 @@ def optimizer(setup: TrainerSetup) -> Iterator[str]:
     yield from optimizer_problems(setup.args)
     if setup.model.config.dtype == "float16":
         yield from float16_problems(setup.args)
-
-
-def schedule(setup: TrainerSetup) -> Iterator[str]:
-    """Yield an error for each contradiction in the learning-rate schedule."""
-    yield from schedule_problems(setup.args)
-
-
-def stream_length(setup: TrainerSetup) -> Iterator[str]:
-    """Yield an error for a stream without ``max_steps``."""
-    yield from raised_problems(require_steps, setup.train_dataset, setup.args.max_steps)
-
-
-def checkpoint_format(setup: TrainerSetup) -> Iterator[str]:
-    """Yield an error for a checkpoint format that the model cannot be written in."""
-    yield from raised_problems(require_format, setup.model, setup.args.ckpt_format)
 
 
 def vocabulary(setup: TrainerSetup) -> Iterator[str]:
@@ -344,7 +329,7 @@ def pairs(setup: TrainerSetup) -> Iterator[str]:
 def unpaired(setup: TrainerSetup) -> Iterator[str]:
     """Yield an error for each argument and loss that KTO does not support."""
     yield from kto_key_problems(setup.args)
-    yield from kto.model_problems(setup.model.megatron)
+    yield from preference.kto_model_problems(setup.model.megatron)
 
 
 def classification(setup: TrainerSetup) -> Iterator[str]:
@@ -371,9 +356,9 @@ RULES: tuple[Rule, ...] = (
     overridden_methods,
     model_arguments,
     optimizer,
-    schedule,
+    lambda setup: schedule_problems(setup.args),
     vocabulary,
-    stream_length,
-    checkpoint_format,
+    lambda setup: raised_problems(require_steps, setup.train_dataset, setup.args.max_steps),
+    lambda setup: raised_problems(require_format, setup.model, setup.args.ckpt_format),
 )
 """Errors of every trainer."""

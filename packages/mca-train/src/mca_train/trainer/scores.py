@@ -33,18 +33,12 @@ class ScoreTrainer(McaTrainer):
     wants_logits = True
     _rules = (*RULES, classification)
 
-    def _add_means(self, values: dict[str, Tensor], real: Tensor) -> None:
-        ranks = self.ranks.layout.cp
-        sums = {name: (value.detach() * real).sum() / ranks for name, value in values.items()}
-        self.metrics.add(sums, real.sum() / ranks)
-
 
 class RewardTrainer(ScoreTrainer):
     """Trainer for a reward model on preference pairs, whose ``values`` are the margins, if known.
 
     Logs ``accuracy``, ``margin``, ``mean_reward``, ``min_reward`` and ``max_reward`` in addition to the loss, in
-    evaluation
-    too.
+    evaluation too.
 
     Args:
         center_rewards_coefficient: Weight of the squared sum of a pair's rewards, which keeps them around 0.

@@ -22,7 +22,6 @@ from mca_train.batching.sampling import StepSampler, StepStream
 from mca_train.data.token_dataset import Samples
 from mca_train.groups import Ranks
 from mca_train.trainer.base import HfTrainer, Progress
-from mca_train.trainer.monitor import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -33,12 +32,11 @@ class StepLoaders:
     Args:
         hf: The trainer with the datasets.
         loaders: Builds the loaders.
-        watch: Monitor, which measures how long a rank reads.
         progress: Progress of the run.
     """
 
-    def __init__(self, hf: HfTrainer, loaders: Loaders, watch: Watch, progress: Progress) -> None:
-        self._hf, self._watch, self._progress = hf, watch, progress
+    def __init__(self, hf: HfTrainer, loaders: Loaders, progress: Progress) -> None:
+        self._hf, self._watch, self._progress = hf, hf.watch, progress
         self._loaders = loaders
 
     @property

@@ -8,7 +8,6 @@ and calls them.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -31,19 +30,17 @@ from mca_train.checkpoint.output_lock import OutputLock
 from mca_train.checkpoint.writer import CheckpointWriter
 from mca_train.data.token_dataset import Samples
 from mca_train.engine.engine import Engine, StepResult
-from mca_train.engine.param_groups import select_trained_parts
+from mca_train.engine.optimizer import select_trained_parts
 from mca_train.engine.rng import seed_dropout
 from mca_train.losses.token_loss import num_targets, require_sums, token_loss
 from mca_train.metrics.log_file import JsonlLog
-from mca_train.metrics.metric_accumulator import Extreme, MetricAccumulator
-from mca_train.trainer.base import HfTrainer, Progress
+from mca_train.metrics.meters import MetricAccumulator
+from mca_train.trainer.base import HfTrainer, ModelView, Progress
 from mca_train.trainer.evaluator import EvaluationStopped, Evaluator
-from mca_train.trainer.hf_shims import ModelView
 from mca_train.trainer.logger import Logger
 from mca_train.trainer.loop import Loop
 from mca_train.trainer.model_runner import ModelRunner
 from mca_train.trainer.monitor import Watch
-from mca_train.trainer.output_dir import OutputDir
 from mca_train.trainer.rules import (
     RULES,
     Rule,
@@ -59,7 +56,6 @@ from mca_train.trainer.unused_options import warn
 
 if TYPE_CHECKING:
     from mca_models import VirtualModels
-    from mca_models.megatron.log_probs.vocabulary import TokenValues
 
 
 class McaTrainer(HfTrainer):
@@ -95,13 +91,6 @@ class McaTrainer(HfTrainer):
         watch: Monitor of the run.
     """
 
-    metric_names: tuple[str, ...] = ()
-    metric_differences: Mapping[str, tuple[str, str]] = MappingProxyType({})
-    metric_extremes: Mapping[str, Extreme] = MappingProxyType({})
-    wants_logits: bool = False
-    token_values: "TokenValues | None" = None
-    requires_routed_experts: bool = False
-    run_kind: str = "pretrain or sft"
     _rules: tuple[Rule, ...] = RULES
 
     def __init__(
@@ -161,8 +150,7 @@ class McaTrainer(HfTrainer):
         self.model = self.model_wrapped = model
         self.watch = Watch(args, model, self.ranks)
         self._assemble(
-            model,
-            self._new_loaders(pad_token(processing_class), pack_length, collator_format or CollatorFormat()),
+            self._new_loaders(pad_token(processing_class), pack_length, collator_format or CollatorFormat())
         )
 
     def _new_loaders(
@@ -183,33 +171,30 @@ class McaTrainer(HfTrainer):
             vocab_size=config.vocab_size,
         )
 
-    def _assemble(self, model: "VirtualModels", loaders: Loaders) -> None:
+    def _assemble(self, loaders: Loaders) -> None:
         """Build the parts that `train` and `evaluate` call."""
-        watch, progress = self.watch, Progress()
-        checkpoints = CheckpointWriter(in_background=self.args.async_save)
-        is_token_loss = type(self).compute_loss is McaTrainer.compute_loss
+        progress, checkpoints = Progress(), CheckpointWriter(in_background=self.args.async_save)
         self._progress = progress
-        self._data = StepLoaders(self, loaders, watch, progress)
-        self._logger = Logger(self, self, model, watch, checkpoints, progress, is_token_loss=is_token_loss)
-        self._runner = ModelRunner(model, self.args, self, self._loss)
-        self._evaluator = Evaluator(self, self, self._runner, self._data, self._logger, watch)
-        self._output = OutputDir(self, checkpoints, progress)
-        self._saver = Saver(
-            self, model, self._runner, self._logger, watch, self._output, checkpoints, progress
-        )
+        self._data = StepLoaders(self, loaders, progress)
+        self._logger = Logger(self, checkpoints, progress)
+        self._runner = ModelRunner(self, self._loss)
+        self._evaluator = Evaluator(self, self._runner, self._data, self._logger)
+        self._saver = Saver(self, self._runner, self._logger, checkpoints, progress)
+        self._output = self._saver.output
         self._loop = Loop(
             self,
-            self,
-            model,
             runner=self._runner,
             data=self._data,
             log=self._logger,
             evaluator=self._evaluator,
             saver=self._saver,
-            output=self._output,
-            watch=watch,
             progress=progress,
         )
+
+    @property
+    def is_token_loss(self) -> bool:
+        """Return True if the loss is the mean over target tokens."""
+        return type(self).compute_loss is McaTrainer.compute_loss
 
     @property
     def metrics(self) -> MetricAccumulator:
@@ -359,6 +344,12 @@ class McaTrainer(HfTrainer):
     def get_eval_dataloader(self, eval_dataset: Samples | str | None = None) -> DataLoader[StepBatch]:
         """Return this rank's evaluation loader; an item is a round of micro-batches."""
         return self._data.evaluation(eval_dataset)
+
+    def _add_means(self, values: Mapping[str, Tensor], real: Tensor) -> None:
+        """Add custom metrics of sequences, or pairs, where ``real`` is 1; context-parallel ranks share the values."""
+        ranks = self.ranks.layout.cp
+        sums = {name: (value.detach() * real).sum() / ranks for name, value in values.items()}
+        self.metrics.add(sums, real.sum() / ranks)
 
     def _loss(self, output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         if not self.wants_logits:

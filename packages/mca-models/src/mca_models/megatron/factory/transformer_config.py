@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from mca_config.arguments import DistributingParallelArguments
-from mca_config.arguments.training_options import TrainingOptions
+from mca_config.arguments.megatron import TrainingOptions
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig

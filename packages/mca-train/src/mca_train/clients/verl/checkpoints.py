@@ -12,9 +12,8 @@ from mca_models.megatron.distributed.collectives import run_on_first_rank
 from mca_train.batching.position import RunPosition
 from mca_train.checkpoint import integrity
 from mca_train.checkpoint.integrity import ARGUMENTS_FILE, Checksums
-from mca_train.checkpoint.loop_state import LoopState
 from mca_train.checkpoint.model import ModelWriter, load_weights, saved_weights
-from mca_train.checkpoint.training_state import TrainingState
+from mca_train.checkpoint.training_state import LoopState, TrainingState
 from mca_train.checkpoint.writer import CheckpointWriter, WriteStage, name_errors
 from mca_train.engine.engine import Engine
 from mca_train.engine.rng import has_dropout
