@@ -269,11 +269,18 @@ def test_an_unloaded_model_is_as_it_was_before_with_merged_weights(merged_before
     frozen.requires_grad_(True)
     item = linear(1.0, 10.0)
     item.handles, item.owner = [SimpleNamespace(remove=lambda: removed.append("hook"))], torch.nn.Module()
+    base = models.VirtualModels.__new__(models.VirtualModels)
+    torch.nn.Module.__init__(base)
+    base.chunks, base.megatron = (
+        torch.nn.ModuleList([chunk]),
+        SimpleNamespace(moe_router_bias_update_rate=0.0),
+    )
+    base._adapters, base.config = ["adapter"], "config"
     model = model_of(
         item,
-        chunks=torch.nn.ModuleList([chunk]),
-        megatron=SimpleNamespace(moe_router_bias_update_rate=0.0),
-        _adapters=["adapter"],
+        chunks=base.chunks,
+        megatron=base.megatron,
+        _adapters=base._adapters,
         _handles=[SimpleNamespace(remove=lambda: removed.append("embedding"))],
         _before=[(frozen, False), (trained, True)],
         _rate_before=0.25,
@@ -281,15 +288,15 @@ def test_an_unloaded_model_is_as_it_was_before_with_merged_weights(merged_before
         _factors=[],
         _saved=[],
         _copies=[],
-        config="config",
+        config="a later config",
     )
+    vars(model)["_base"] = base
     if merged_before:
         model.merge_adapter()
-    base = model.merge_and_unload()
-    assert type(base) is models.VirtualModels and float(item.base[0]) == 11
+    assert model.merge_and_unload() is base and float(item.base[0]) == 11
     assert removed == ["hook", "embedding"] and base._adapters == []
     assert "sharded_state_dict" not in vars(chunk)
     assert (frozen.requires_grad, trained.requires_grad) == (False, True)
-    assert base.megatron.moe_router_bias_update_rate == 0.25 and base.config == "config"
+    assert base.megatron.moe_router_bias_update_rate == 0.25 and base.config == "a later config"
     kept = {"adapter", "rules", "_originals", "_attached", "_factors", "_saved", "_copies", "_handles"}
     assert not vars(base).keys() & (kept | {"_before", "_rate_before"})

@@ -41,9 +41,8 @@ class Fp8Tile:
     def __init__(self) -> None:
         size = BLOCK * WIDTH
         self._wide, self._bits = np.empty(size, np.uint32), np.empty(size, np.uint32)
-        self._lowest = np.full(
-            size, _LOWEST, np.uint32
-        )  # numpy is several times slower with a number instead
+        # numpy is several times slower with a number instead
+        self._lowest = np.full(size, _LOWEST, np.uint32)
         self._codes, self._signs = np.empty(size, np.uint8), np.empty(size, np.uint8)
 
     def quantise(self, weight: NumpyArray, values: NumpyArray, scales: NumpyArray) -> None:
