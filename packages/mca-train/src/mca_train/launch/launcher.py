@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import ctypes
 import importlib
+import logging
 import os
 import signal
 import subprocess
@@ -47,7 +48,7 @@ def scratch_folder() -> Iterator[Path]:
     """
     try:
         parent, name = Path(tempfile.gettempdir()), f"mca-train-{os.getuid()}"
-        remove_leftovers(parent / name)
+        remove_leftovers(parent / name, logging.DEBUG)
         folder = StagingFolder(parent, name)
         folder.path.chmod(0o700)
     except OSError as error:
