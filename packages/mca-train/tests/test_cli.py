@@ -9,7 +9,7 @@ import pytest
 from mca_config.errors import McaError
 from mca_train.cli import main
 
-RECIPE = next((Path(__file__).parents[3] / "recipes").rglob("*.yaml"))
+RECIPE = min((Path(__file__).parents[3] / "recipes").rglob("*.yaml"))
 
 pytestmark = pytest.mark.usefixtures("own_threads")
 
