@@ -263,9 +263,8 @@ def kept_in_rounds(checkpoint: Path, output: Path) -> dict[str, int]:
     from mca_models import AutoModel
     from mca_train import DpoTrainer
     from mca_train.checkpoint.output_lock import OutputLock
-    from mca_train.checkpoint.reference_log_probs import FOLDER
     from mca_train.trainer import dpo
-    from mca_train.trainer.reference import ReferenceModel
+    from mca_train.trainer.reference import FOLDER, ReferenceModel
 
     args = arguments(output, **RUN, per_device_eval_batch_size=1)
     model = AutoModel.from_pretrained(checkpoint, args)

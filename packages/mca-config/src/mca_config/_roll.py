@@ -6,6 +6,7 @@ ignored. Missing values come from the HF config that the file contains as a stri
 
 from mca_config.errors import McaError
 from mca_config.files import parse_object
+from mca_config.layout import ParallelLayout
 from mca_config.types import JsonObject, Typed, Values
 
 _SAME_NAME = (
@@ -39,19 +40,6 @@ _SAME_NAME = (
     "moe_aux_loss_coeff",
 )
 _MLA = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-_LAYOUT = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-    "pipeline_model_parallel_layout",
-    "num_layers_in_first_pipeline_stage",
-    "num_layers_in_last_pipeline_stage",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-)
 
 
 def is_roll(document: Values) -> bool:
@@ -91,7 +79,7 @@ def _document(roll: Values, where: str) -> JsonObject:
         ),
         "mtp_num_layers": roll.get("mtp_num_layers") or 0,
     }
-    layout = {name: roll[name] for name in _LAYOUT if name in roll}
+    layout = {name: roll[name] for name in ParallelLayout.__dataclass_fields__ if name in roll}
     if layout.get("expert_tensor_parallel_size") == layout.get("tensor_model_parallel_size"):
         layout["expert_tensor_parallel_size"] = None  # mcore_adapter writes the default as a number
     return {"mca_version": 1, "model": model, "layout": layout, "hf_config": hf_config}

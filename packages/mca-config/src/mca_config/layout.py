@@ -28,7 +28,8 @@ def parse_layout(text: str) -> tuple[str, ...]:
                 "E, t, m, L or | (each with *n at most once), or a group of them in one pair of parentheses "
                 "with *n"
             )
-        run, times = _unroll(group[1] if group else atom[0]), _count(group[2]) if group else 1
+        letters = _ATOM.findall(group[1] if group else atom[0])
+        run, times = "".join(x * _count(n or "1") for x, n in letters), _count(group[2]) if group else 1
         if len(flat) + len(run) * times > _LONGEST:
             raise McaError(
                 f"pipeline_model_parallel_layout {text!r:.200}: more than {_LONGEST} layers and stages"
@@ -36,10 +37,6 @@ def parse_layout(text: str) -> tuple[str, ...]:
         flat += run * times
         position = atom.end()
     return tuple(flat.split("|"))
-
-
-def _unroll(run: str) -> str:
-    return "".join(letter * _count(count or "1") for letter, count in _ATOM.findall(run))
 
 
 def _count(digits: str) -> int:

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from mca_train import PairDataset, TokenDataset
-from mca_train.checkpoint import reference_log_probs
-from mca_train.checkpoint.reference_log_probs import ReferenceLogProbs, model_fingerprint
 from mca_train.data.sample_images import SampleImages
+from mca_train.trainer import reference as module
+from mca_train.trainer.reference import ReferenceLogProbs, model_fingerprint
 
 
 def pairs(last=5, *, target=True):
@@ -25,7 +25,7 @@ def test_what_is_kept_serves_the_same_samples_and_reference_alone(tmp_path, monk
     assert ReferenceLogProbs(tmp_path, "train", pairs(last=6), "model").read() is None
     assert ReferenceLogProbs(tmp_path, "train", pairs(target=False), "model").read() is None
     assert ReferenceLogProbs(tmp_path, "train", pairs(), "other").read() is None
-    monkeypatch.setattr(reference_log_probs, "_VERSION", 0)
+    monkeypatch.setattr(module, "_VERSION", 0)
     assert ReferenceLogProbs(tmp_path, "train", pairs(), "model").read() is None, "computed by older code"
 
 
@@ -56,7 +56,7 @@ def test_a_file_that_is_not_whole_counts_as_none(tmp_path):
 
 
 def test_a_reference_is_known_by_its_weights_and_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reference_log_probs, "fingerprint", lambda model, others: (model.weights, *others))
+    monkeypatch.setattr(module, "fingerprint", lambda model, others: (model.weights, *others))
 
     def name(weights: int = 1, adapter: Any = None, **settings: Any) -> str:
         config = SimpleNamespace(to_dict=lambda: {"model": settings})

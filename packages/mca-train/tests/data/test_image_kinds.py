@@ -40,7 +40,7 @@ from mca_train.data.image_processors import image_tokens
 from mca_train.data.image_rows import ImageReader
 from mca_train.data.image_tiles import TileRowTokens
 from mca_train.data.media_tokens import MediaTokens
-from mca_train.data.medium_tokens import Grid, MediaContext, load_processor
+from mca_train.data.medium_tokens import Grid, MediaContext, expecting, load_processor
 from mca_train.data.video_files import VideoFacts
 from mca_train.data.video_tokens import PooledVideoTokens, SliceVideoTokens
 from mca_train.tasks.load import load_tokenized
@@ -212,6 +212,16 @@ def test_processors_that_minicpm_cannot_use_raise_one_error(tmp_path):
     kind.processor.save_pretrained(tmp_path)
     with pytest.raises(UsageError, match=r"expected MiniCPMV4_6ImageProcessor .* with do_resize true"):
         image_tokens(kind.config, (tmp_path,), kind.tokenizer)
+
+
+def test_a_processor_without_what_a_family_needs_is_named():
+    expected = r"^SimpleNamespace: this processor is not supported for F; expected P in preprocessor_config.json, or Q$"
+    with (
+        pytest.raises(UsageError, match=expected),
+        expecting(SimpleNamespace(), "F", "P", ", or Q") as source,
+    ):
+        assert source.SimpleNamespace is SimpleNamespace
+        source.resize  # noqa: B018
 
 
 def test_images_of_minicpm_have_no_numbers_where_its_processor_writes_none(tmp_path, monkeypatch):

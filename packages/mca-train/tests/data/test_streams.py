@@ -148,7 +148,7 @@ def test_rows_without_a_target_are_left_out_and_counted(kind, tmp_path, caplog):
 
 
 def test_short_rows_are_known_to_have_a_target_without_tokenizing_them():
-    from mca_train.data.target_filter import pair_target_check, sft_target_check
+    from mca_train.data.streams import pair_target_check, sft_target_check
 
     sure = sft_target_check(byte_tokenizer(), _of_length(4096))
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
@@ -182,7 +182,7 @@ def test_errors_name_the_row_of_the_file_whatever_the_order(kind, tmp_path):
     names = [str(file) for file in files]
     stream = load_stream(TASKS[kind], names, byte_tokenizer(), arguments(shuffle_buffer_size=7), seed=1)
     if kind == "pretrain":
-        assert {row.place for row in stream._rows} >= {f"row 3 of {files[1]}", f"row 19 of {files[0]}"}
+        assert {row.place for row in stream.rows} >= {f"row 3 of {files[1]}", f"row 19 of {files[0]}"}
         return
     with pytest.raises(McaError, match=f"^train_file, row 4 of {files[1]}: "):
         list(stream)

@@ -9,10 +9,15 @@ import torch
 
 from mca_config.errors import McaError
 from mca_train.config.arguments import DataArguments, PairArguments
-from mca_train.data import target_filter
+from mca_train.data import streams
 from mca_train.data.long_texts import TokenPrefix, encode_prefix, split_text
-from mca_train.data.streams import RowsWithTargets, SampleBuilder, has_target
-from mca_train.data.target_filter import pair_target_check, sft_target_check
+from mca_train.data.streams import (
+    RowsWithTargets,
+    SampleBuilder,
+    has_target,
+    pair_target_check,
+    sft_target_check,
+)
 
 
 @pytest.mark.parametrize(
@@ -76,9 +81,9 @@ def test_a_text_is_short_with_two_tokens_for_each_byte(others: int, letter: str,
     """64 tokens are those of the tokenizer itself; letters count with what normalization makes of them."""
     length = 64 + 2 * (50 + others)
     for count, is_short in ((fitting, True), (fitting + 1, False)):
-        assert target_filter._is_shorter_than(letter * count, length, others) is is_short
-        assert target_filter._is_shorter_than(letter * count, length + 1, others) is is_short
-    is_short = target_filter._is_shorter_than(letter * fitting, length - 1, others)
+        assert streams._is_shorter_than(letter * count, length, others) is is_short
+        assert streams._is_shorter_than(letter * count, length + 1, others) is is_short
+    is_short = streams._is_shorter_than(letter * fitting, length - 1, others)
     assert is_short is (letter != "a"), "a room of an odd length is rounded down"
 
 
@@ -91,7 +96,7 @@ def test_a_template_may_add_letters_to_a_conversation_and_to_each_turn(before: l
     letters = 1024 + 128 * (len(before) + 1) + len("".join(before)) + 1
     messages: list[Any] = [*(turn("user", text) for text in before), turn("assistant", "d")]
     for length, is_early in ((64 + 2 * letters, True), (63 + 2 * letters, False)):
-        assert target_filter._has_early_answer(messages, length) is is_early
+        assert streams._has_early_answer(messages, length) is is_early
 
 
 @pytest.mark.parametrize(
@@ -108,7 +113,7 @@ def test_a_template_may_add_letters_to_a_conversation_and_to_each_turn(before: l
     ],
 )
 def test_a_conversation_of_another_kind_is_not_sure_to_have_an_answer(messages: Any) -> None:
-    assert not target_filter._has_early_answer(messages, 1 << 20)
+    assert not streams._has_early_answer(messages, 1 << 20)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +145,7 @@ def test_rows_are_sure_to_have_an_answer_by_their_columns(
     row: Any, arguments: dict[str, Any], sure: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = DataArguments(model_name_or_path="m", seq_length=4096, **arguments)
-    monkeypatch.setattr(target_filter, "has_generation_marks", lambda tokenizer: tokenizer == "marked")
+    monkeypatch.setattr(streams, "has_generation_marks", lambda tokenizer: tokenizer == "marked")
     assert sft_target_check("plain", options)(row) is sure  # type: ignore[arg-type]
     marked = sft_target_check("marked", options)(row)  # type: ignore[arg-type]
     assert marked is (sure and "messages" not in row), "its template may leave answers out"

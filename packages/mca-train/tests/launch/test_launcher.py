@@ -201,8 +201,8 @@ def test_wrong_usage_ends_with_2_and_words_of_an_exit_are_told():
 @pytest.mark.parametrize(("asked", "threads"), [("", len(os.sched_getaffinity(0)) // 2 or 1), ("3", 3)])
 def test_ranks_with_a_gpu_do_not_get_the_launchers_one_thread(asked, threads, monkeypatch):
     monkeypatch.setenv("MCA_THREADS", asked)
-    assert environment.threads_per_gpu_rank(2) == threads
-    assert environment.threads_per_gpu_rank(10_000) == (3 if asked else 1)
+    assert environment.threads_per_rank(2, gpu=True) == threads
+    assert environment.threads_per_rank(10_000, gpu=True) == (3 if asked else 1)
     body = "print('ready', flush=True)\nprint(os.environ['OMP_NUM_THREADS'], flush=True)\ntime.sleep(600)"
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     process = _started(body, spawned=True)

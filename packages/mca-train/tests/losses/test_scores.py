@@ -9,7 +9,7 @@ import torch
 
 from mca_train import groups
 from mca_train.losses.options import SCORE_METRICS
-from mca_train.losses.scores import LOSSES, METRICS, reward_loss, sequence_scores
+from mca_train.trainer.scores import LOSSES, METRICS, reward_loss, sequence_scores
 
 
 def test_regression_squares_the_distance_from_the_values() -> None:

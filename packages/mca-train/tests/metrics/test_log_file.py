@@ -4,7 +4,7 @@ import json
 import shutil
 from types import SimpleNamespace
 
-from mca_train.metrics.log_file import JsonlLog
+from mca_train.metrics.logs import JsonlLog
 
 
 def run(folder, first=0, log=None):

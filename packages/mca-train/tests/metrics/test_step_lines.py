@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from transformers import ProgressCallback
 
-from mca_train.metrics.step_lines import StepLines, duration, format_log_line
+from mca_train.metrics.logs import StepLines, duration, format_log_line
 
 STEP = {
     "loss": 2.34567,

@@ -26,7 +26,6 @@ from transformers.trainer_utils import SchedulerType
 from mca_config.errors import McaError
 from mca_train.cli import _fails_on_first_rank
 from mca_train.config import early_arguments as checks
-from mca_train.config import packages
 from mca_train.config.early_arguments import early_arguments
 from mca_train.lr_schedule import schedule_problems
 from mca_train.plan.options import PlanOptions
@@ -198,15 +197,15 @@ USAGES = (
 )
 @pytest.mark.parametrize("installed", [False, True])
 def test_options_of_transformer_engine_need_it(keys, reported, installed, monkeypatch, tmp_path):
-    monkeypatch.setattr(packages, "find_spec", lambda name: object() if installed else None)
     args = early_arguments()(output_dir=str(tmp_path), **keys)
-    found = list(packages.engine_problems(args))
+    monkeypatch.setattr(checks, "find_spec", lambda name: object() if installed else None)
+    found = list(checks.engine_problems(args))
     assert len(found) == len([] if installed else reported)
     assert all(line.startswith(start) for line, start in zip(found, reported, strict=False))
 
 
 def test_muon_is_checked_before_heavy_imports(run, monkeypatch):
-    monkeypatch.setattr(packages, "version", lambda name: "0.16.1")
+    monkeypatch.setattr(checks, "version", lambda name: "0.16.1")
     values, where = load_values(Path(run(optimizer="muon")), [])
     with pytest.raises(McaError, match="optimizer muon needs megatron-core"):
         check_run(TASKS["sft"], values, where)

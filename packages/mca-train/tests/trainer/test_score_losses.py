@@ -9,9 +9,8 @@ import torch
 
 from mca_config.errors import McaError
 from mca_train import groups
-from mca_train.losses.scores import sequence_scores
 from mca_train.trainer import scores
-from mca_train.trainer.scores import ClassificationTrainer, RewardTrainer
+from mca_train.trainer.scores import ClassificationTrainer, RewardTrainer, sequence_scores
 
 
 @pytest.fixture

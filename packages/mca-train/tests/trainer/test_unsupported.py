@@ -6,7 +6,7 @@ import pytest
 from mca_config import TrainingArguments
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
-from mca_train.config import packages
+from mca_train.config import early_arguments
 from mca_train.trainer import rules
 from mca_train.trainer.rules import RULES, TrainerSetup, check, require_no_upload
 from mca_train.trainer.trainer import McaTrainer
@@ -51,7 +51,7 @@ def test_what_is_not_followed_is_refused_all_at_once(arguments):
 def test_problems_of_several_rules_are_one_error(arguments, monkeypatch):
     """Without any one line of the table, its text is missing."""
     monkeypatch.setattr(
-        packages, "find_spec", lambda _: None
+        early_arguments, "find_spec", lambda _: None
     )  # a new Megatron has Muon where its package is installed
     output = arguments.output_dir
     arguments = TrainingArguments(
@@ -198,7 +198,7 @@ def test_an_optimizer_that_cannot_be_built_here_is_refused_before_training(
 ):
     from mca_config import TrainingArguments
 
-    monkeypatch.setattr(packages, "find_spec", lambda _: None)
+    monkeypatch.setattr(early_arguments, "find_spec", lambda _: None)
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **wish)
     with pytest.raises(McaError, match=reason):
         reject_unsupported(args, {})
@@ -212,10 +212,10 @@ def test_muon_needs_a_megatron_that_splits_each_layer_by_its_own_heads(
 ):
     from mca_config import TrainingArguments
 
-    monkeypatch.setattr(packages, "find_spec", lambda _: object())
-    monkeypatch.setattr(packages, "version", lambda _: version)
+    monkeypatch.setattr(early_arguments, "find_spec", lambda _: object())
+    monkeypatch.setattr(early_arguments, "version", lambda _: version)
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, optimizer="muon")
-    assert ["needs megatron-core 0.19" in line for line in packages.optimizer_problems(args)] == [
+    assert ["needs megatron-core 0.19" in line for line in early_arguments.optimizer_problems(args)] == [
         True
     ] * refused
 

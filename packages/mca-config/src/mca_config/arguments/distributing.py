@@ -39,7 +39,8 @@ class DistributingParallelArguments(DistributingOptions):
         _additional.move_to_arguments(self, self.additional_configs)
         coerce_options(self, DistributingOptions)
         raise_problems(self._problems(), "arguments")
-        if self.sequence_parallel is None and (self.tensor_model_parallel_size or 1) > 1 and self._has_ep():
+        sizes = (self.tensor_model_parallel_size, self.expert_model_parallel_size)
+        if self.sequence_parallel is None and all((size or 1) > 1 for size in sizes):
             _log_sequence_parallel()
             self.sequence_parallel = True
 
@@ -57,9 +58,6 @@ class DistributingParallelArguments(DistributingOptions):
         except McaError as error:
             return [str(error)]
         return []
-
-    def _has_ep(self) -> bool:
-        return (self.expert_model_parallel_size or 1) > 1
 
     def layout(self, base: ParallelLayout | None = None) -> ParallelLayout:
         """Return the requested layout; sizes that are None come from ``base`` (a checkpoint's layout).

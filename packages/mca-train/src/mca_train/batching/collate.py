@@ -1,7 +1,7 @@
 """Collators that pad, shift and slice samples into the tensors of a training step."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate, chain
 
 import torch
@@ -105,19 +105,14 @@ class CountedSamples(Dataset[tuple[Sample, bool]]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepCollator:
-    """Collator from a rank's samples of one step to a `StepBatch`.
+class BatchOptions:
+    """Options of all batches of a model.
 
     Args:
         collate: Collator from the samples of a micro-batch to ``input_ids`` and ``labels`` ``[b, s]``, such as any
             Hugging Face collator for causal language models.
         collator_format: Format of its batches.
-        micro_batch_size: Samples per micro-batch.
-        multiple: The padded length is a multiple of this (tensor and context parallel sizes, fp8).
-        context_parallel_size: Ranks that share a sample.
-        context_parallel_rank: Rank in the context-parallel group.
-        length: Minimum padded length; None: the longest sequence of the step.
-        packed: Pack the sequences of a micro-batch into one row, with attention within each sequence only.
+        pad_token_id: Padding token of the tokenizer.
         images: Joiner of images, videos and audio.
         experts: Check of the experts of samples.
         positions: Number of learned position embeddings; None: the model has none.
@@ -126,19 +121,39 @@ class StepCollator:
     """
 
     collate: Collator
-    micro_batch_size: int
     collator_format: CollatorFormat = field(default_factory=CollatorFormat)
-    multiple: int = 1
-    context_parallel_size: int = 1
-    context_parallel_rank: int = 0
-    length: int | None = None
     pad_token_id: int = 0
-    packed: bool = False
     images: MediaJoiner = field(default_factory=MediaJoiner)
     experts: ExpertBatching = field(default_factory=ExpertBatching)
     positions: int | None = None
     vocab_size: int | None = None
     num_classes: int | None = None
+
+    @property
+    def batch_options(self) -> JsonObject:
+        """Options by name."""
+        return {option.name: getattr(self, option.name) for option in fields(BatchOptions)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCollator(BatchOptions):
+    """Collator from a rank's samples of one step to a `StepBatch`.
+
+    Args:
+        micro_batch_size: Samples per micro-batch.
+        multiple: The padded length is a multiple of this (tensor and context parallel sizes, fp8).
+        context_parallel_size: Ranks that share a sample.
+        context_parallel_rank: Rank in the context-parallel group.
+        length: Minimum padded length; None: the longest sequence of the step.
+        packed: Pack the sequences of a micro-batch into one row, with attention within each sequence only.
+    """
+
+    micro_batch_size: int
+    multiple: int = 1
+    context_parallel_size: int = 1
+    context_parallel_rank: int = 0
+    length: int | None = None
+    packed: bool = False
 
     def __call__(self, samples: Sequence[tuple[Sample, bool]]) -> StepBatch:
         """Collate the ``(sample, counts)`` pairs of this rank."""

@@ -11,12 +11,10 @@ from torch.utils.data import DataLoader
 from mca_config.checks import fp8_token_multiple, length_multiple, sequence_multiple
 from mca_config.errors import McaError, UsageError
 from mca_config.printable import counted
-from mca_models.megatron.features.sequence_media import MediaJoiner
-from mca_train.batching.collate import Collator, CollatorFormat, CountedSamples, PadCollator, StepCollator
+from mca_train.batching.collate import BatchOptions, CountedSamples, PadCollator, StepCollator
 from mca_train.batching.micro_batch import StepBatch
 from mca_train.batching.packing import PackedDataset, longest_sample
 from mca_train.batching.position import RunPosition
-from mca_train.batching.routed_experts import ExpertBatching
 from mca_train.batching.sampling import (
     SAMPLES,
     BatchShape,
@@ -36,36 +34,20 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loaders:
+class Loaders(BatchOptions):
     """Factory of the training and evaluation loaders of this rank.
 
     Args:
         args: Training arguments.
         ranks: Position of this rank in the layout.
         megatron: Megatron's ``TransformerConfig`` of the model.
-        collate: Collator from samples to padded tensors.
-        collator_format: Format of its batches.
-        pad_token_id: Padding token of the tokenizer.
         pack_length: Tokens per pack with ``sequence_packing``; None: the length of the longest sample.
-        images: Joiner of images, videos and audio.
-        experts: Check of the experts of samples.
-        positions: Number of learned position embeddings; None: the model has none.
-        vocab_size: Vocabulary size of the model without padding; None: tokens are not checked.
-        num_classes: Number of classes, one of which is the value of each sample; None: values are other numbers.
     """
 
     args: TrainingArguments
     ranks: Ranks
     megatron: Upstream
-    collate: Collator
-    pad_token_id: int
     pack_length: int | None = None
-    collator_format: CollatorFormat = field(default_factory=CollatorFormat)
-    images: MediaJoiner = field(default_factory=MediaJoiner)
-    experts: ExpertBatching = field(default_factory=ExpertBatching)
-    positions: int | None = None
-    vocab_size: int | None = None
-    num_classes: int | None = None
     _packs: dict[int, dict[int | None, PackedDataset]] = field(default_factory=dict)
     _evaluation_samples: dict[int, tuple[Sample, list[Sample]]] = field(default_factory=dict)
 
@@ -200,14 +182,9 @@ class Loaders:
             num_micro_batches=num_micro_batches,
             data_parallel_size=self.ranks.data_parallel_size,
             data_parallel_rank=self.ranks.data_parallel_rank,
-            group=self._group() if interleaved else 1,
+            group=self.megatron.microbatch_group_size_per_vp_stage if interleaved else 1,
             smallest_group=layout.pp if interleaved else 1,
         )
-
-    def _group(self) -> int:
-        """Return the number of micro-batches per group of the interleaved schedule."""
-        size: int = self.megatron.microbatch_group_size_per_vp_stage
-        return size
 
     def _sample_loader(self, dataset: SampleSource, sampler: StepSampler) -> DataLoader[StepBatch]:
         return self._loader(CountedSamples(dataset), sampler, self._common_length(dataset, sampler.shape))
@@ -218,8 +195,7 @@ class Loaders:
         args = self.args
         workers = args.dataloader_num_workers
         collator = StepCollator(
-            collate=self.collate,
-            collator_format=self.collator_format,
+            **self.batch_options,
             micro_batch_size=sampler.shape.micro_batch_size,
             multiple=sequence_multiple(
                 self.ranks.layout,
@@ -231,14 +207,8 @@ class Loaders:
             ),
             context_parallel_size=self.ranks.layout.cp,
             context_parallel_rank=self.ranks.context_parallel_rank,
-            pad_token_id=self.pad_token_id,
             packed=self.args.sequence_packing,
             length=length,
-            images=self.images,
-            experts=self.experts,
-            positions=self.positions,
-            vocab_size=self.vocab_size,
-            num_classes=self.num_classes,
         )
         stream = isinstance(sampler, StepStream)  # yields whole steps
         loader = DataLoader(

@@ -2,20 +2,9 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import Protocol
 
+from mca_train.batching.sampling import StepSampler, StepStream
 from mca_train.types import TrainingArguments
-
-
-class EpochSteps(Protocol):
-    """Division of an epoch into steps."""
-
-    @property
-    def num_steps(self) -> int:
-        """Steps of a full epoch."""
-
-    def steps_after(self, samples: int) -> int:
-        """Return the number of steps left in an epoch after its first ``samples`` samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +65,7 @@ class RunLength:
 
     @classmethod
     def from_arguments(
-        cls, args: TrainingArguments, epoch: EpochSteps, position: RunPosition, global_step: int
+        cls, args: TrainingArguments, epoch: StepSampler | StepStream, position: RunPosition, global_step: int
     ) -> "RunLength":
         """Compute the length from ``max_steps``, or else from ``num_train_epochs``, as in Hugging Face.
 

@@ -25,8 +25,7 @@ RANDOM = -1
 _READS = 4  # samples that change now and then do so between these
 _REMEDY = (
     "sample i must be the same on every rank: set a seed for every shuffle, split and draw, and do not shard the "
-    "dataset "
-    "by rank"
+    "dataset by rank"
 )
 
 

@@ -152,8 +152,7 @@ def require_unsharded(dataset: SampleSource, name: str) -> None:
     if parts > 1:
         raise McaError(
             f"{name} is one of {parts} shards of a stream (split_dataset_by_node); pass the whole stream to every "
-            "rank; "
-            "mca shards every step itself"
+            "rank; mca shards every step itself"
         )
 
 
@@ -281,9 +280,8 @@ class PackedStream:
             sample = self._make(row)
             lengths = [len(sequence["input_ids"]) for sequence in split_sequences(sample)]
             needs = sum(length + -length % self._multiple for length in lengths)
-            if (
-                needs > self._length and sum(lengths) > self._longest
-            ):  # a sample is not too long because of its padding
+            # a sample is not too long because of its padding
+            if needs > self._length and sum(lengths) > self._longest:
                 raise McaError(
                     f"train_dataset: {place} takes {needs} tokens, but a pack holds {self._length}; raise "
                     "seq_length (the pack's length) or shorten the sample"

@@ -81,7 +81,10 @@ class CheckpointWriter:
         Raises:
             McaError: A rank could not write it.
         """
-        while self._stages and self._is_done(self._stages[0]):
+        while self._stages:
+            with self._cleanup_on_error():
+                if not self._stages[0].done():
+                    return
             self._finish_stage()
 
     def finish(self) -> None:
@@ -118,10 +121,6 @@ class CheckpointWriter:
         except McaError:
             self.finish()
             raise
-
-    def _is_done(self, stage: WriteStage) -> bool:
-        with self._cleanup_on_error():
-            return stage.done()
 
     def _finish_stage(self) -> None:
         with self._cleanup_on_error():

@@ -1,7 +1,8 @@
 """Training arguments before torch and transformers are imported, with the fields that transformers' source declares.
 
 The source is also enough to check ``report_to`` and the learning-rate schedule. A source of another form reports
-nothing; `mca_config.TrainingArguments` and `lr_schedule` check again.
+nothing; `mca_config.TrainingArguments` and `lr_schedule` check again. Packages of the optimizer and the layers are
+looked up, not imported.
 """
 
 import __future__
@@ -17,13 +18,18 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from functools import cache, partial
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
+from mca_config.arguments import transformer_engine_options
 from mca_config.fields import alternatives, is_enum
 from mca_config.training_checks import CheckedArguments, is_supported_optimizer, report_problems
 from mca_config.types import HfArguments, Typed
+
+if TYPE_CHECKING:
+    from mca_config.training import TrainingArguments
 
 _CLASS, _WORDS, _OPTIMIZERS = "TrainingArguments", "ExplicitEnum", "OptimizerNames"
 _FILES = ("debug_utils.py", "trainer_utils.py", "training_args.py")
@@ -368,3 +374,42 @@ def _source(name: str, package: str = "transformers") -> str:
     assert found is not None and found.origin is not None
     path = Path(found.origin).parent / name
     return path.read_text(encoding="utf-8") if path.is_file() else ""
+
+
+_MEGATRON_WITH_MUON = (0, 19)
+
+
+def optimizer_problems(args: "TrainingArguments") -> Iterator[str]:
+    """Yield an error for each requirement of Megatron's optimizer that this installation lacks."""
+    precise = args.use_precision_aware_optimizer and not args.optimizer_cpu_offload
+    if precise and find_spec("transformer_engine") is None:
+        yield (
+            "use_precision_aware_optimizer needs Transformer Engine's Adam, which is not installed, or "
+            "optimizer_cpu_offload; remove it"
+        )
+    if args.optimizer == "muon":
+        if tuple(map(int, version("megatron-core").split(".")[:2])) < _MEGATRON_WITH_MUON:
+            yield (
+                "optimizer muon needs megatron-core 0.19 or later (earlier ones cannot build it, or split queries, "
+                "keys and values by other heads than the layer's) and Python 3.12; install them, or use adam or sgd"
+            )
+        elif find_spec("emerging_optimizers") is None:
+            yield (
+                "optimizer muon needs emerging-optimizers, which needs Python 3.12; install mca-train[muon] there, "
+                "or use adam or sgd"
+            )
+
+
+def engine_problems(args: "TrainingArguments") -> Iterator[str]:
+    """Yield an error for options of Transformer Engine's layers if it is not installed."""
+    if args.transformer_impl == "local" or find_spec("transformer_engine") is not None:
+        return
+    options = transformer_engine_options(args.transformer_config_overrides())
+    if args.transformer_impl == "transformer_engine":
+        options.insert(0, "transformer_impl transformer_engine")
+    if options:
+        keys = ", ".join(option.split()[0] for option in options)
+        yield (
+            f"{', '.join(options)}: needs Transformer Engine, which is not installed; install mca-models[te] on a "
+            f"machine with a GPU, or remove {keys}"
+        )

@@ -257,9 +257,8 @@ class Conversation:
         if turn == len(self._messages) - 1:
             return len(self.text)
         upto = self._messages[: turn + 1]
-        bare = [
-            _without(message, *_THOUGHTS) for message in upto
-        ]  # templates drop the thinking of earlier turns
+        # templates drop the thinking of earlier turns
+        bare = [_without(message, *_THOUGHTS) for message in upto]
         mute = [{**message, "content": ""} if message.get("tool_calls") else message for message in bare]
         tried: list[list[Message]] = []
         for messages in (upto, bare, mute):

@@ -227,9 +227,8 @@ def _tokenize_texts(
     context = encode_prefix(tokenizer, prompt, length)["input_ids"] if prompt else []
     if context and context[-1] == eos:
         own = encode_prefix(tokenizer, prompt, length, add_special_tokens=False)["input_ids"]
-        if _count_trailing(context, eos) > _count_trailing(
-            own, eos
-        ):  # the tokenizer appends EOS, which does not end the prompt
+        # the tokenizer may append EOS, which does not end the prompt
+        if _count_trailing(context, eos) > _count_trailing(own, eos):
             context = context[:-1]
     wholes = [encode_prefix(tokenizer, prompt + text, length)["input_ids"] for text in completions]
     shared = min(_common_prefix(context, whole) for whole in wholes)

@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, TypeVar
 
 from mca_config.errors import McaError, UsageError
 from mca_config.redaction import redacted
@@ -203,18 +203,6 @@ def _load_file(file: str, key: str, copy: Path | None) -> "datasets.Dataset":
     with translate_read_errors(key, file, reader):
         require_shallow_json(file, key, copy=here)
         return open_dataset(reader, str(here), options, streaming=False)
-
-
-@overload
-def open_dataset(
-    reader: str, path: str, options: JsonObject, *, streaming: Literal[True]
-) -> "datasets.IterableDataset": ...
-
-
-@overload
-def open_dataset(
-    reader: str, path: str, options: JsonObject, *, streaming: Literal[False]
-) -> "datasets.Dataset": ...
 
 
 def open_dataset(

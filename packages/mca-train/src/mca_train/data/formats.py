@@ -9,6 +9,7 @@ and tools may be in renamed columns. `encoding` interprets the rows.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, cast
 
 from mca_config.errors import McaError, UsageError
@@ -165,8 +166,7 @@ def require_named_column(
     if (name := getattr(arguments, column)) not in names:
         raise UsageError(
             f"{key}: no column '{name}', which {column} names ({description or _describe_columns(names)}); correct "
-            f"{column}, "
-            "or remove it"
+            f"{column}, or remove it"
         )
 
 
@@ -279,12 +279,19 @@ class RowConverter:
     """Converter of rows in another format.
 
     Args:
-        names: Columns after the conversion.
-        convert: Function that converts a row.
+        columns: Columns after the conversion, each with the function from a row to its value.
     """
 
-    names: tuple[str, ...]
-    convert: Callable[[Values], JsonObject]
+    columns: Mapping[str, Callable[[Values], object]]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Columns after the conversion."""
+        return tuple(self.columns)
+
+    def convert(self, row: Values) -> JsonObject:
+        """Return the converted row."""
+        return {name: make(row) for name, make in self.columns.items()}
 
 
 def row_converter(
@@ -301,72 +308,41 @@ def row_converter(
     Raises:
         UsageError: No format has these columns.
     """
-    kind = (
-        detect_pair_format(names, cast("PairArguments", arguments), key)
-        if pairs
-        else detect_format(names, arguments, key)
-    )
+    own = cast("PairArguments", arguments) if pairs else None
+    kind = detect_format(names, arguments, key) if own is None else detect_pair_format(names, own, key)
     if kind not in ("alpaca", "sharegpt"):
         return None
-    column = conversation_in(names)
-    found = (
-        _alpaca_converter(arguments, pairs=pairs)
-        if kind == "alpaca"
-        else _sharegpt_converter(column, arguments, pairs=pairs)
-    )
-    if TEMPLATE_INPUTS not in names:
-        return found
-    return RowConverter(
-        (*found.names, TEMPLATE_INPUTS),
-        lambda row: {**found.convert(row), TEMPLATE_INPUTS: row.get(TEMPLATE_INPUTS)},
-    )
+    turns = _alpaca_turns if kind == "alpaca" else partial(_sharegpt_turns, column=conversation_in(names))
+    columns: dict[str, Callable[[Values], object]] = {}
+    if own is not None:
+        columns[own.prompt_column] = turns
+        for name in (own.chosen_column, own.rejected_column):
+            columns[name] = partial(_answer_turns, column=name)
+    elif kind == "alpaca":
+        answer = alpaca_answer(arguments)
+        columns[arguments.messages_column] = lambda row: [*turns(row), _turn("assistant", row.get(answer))]
+    else:
+        columns[arguments.messages_column] = turns
+    columns[arguments.tools_column] = partial(_tools, column=arguments.tools_column)
+    if TEMPLATE_INPUTS in names:
+        columns[TEMPLATE_INPUTS] = lambda row: row.get(TEMPLATE_INPUTS)
+    return RowConverter(columns)
 
 
-def _alpaca_converter(arguments: DataArguments, *, pairs: bool) -> RowConverter:
-    def prompt_turns(row: Values) -> list[JsonObject]:
-        turns = [_turn("system", row["system"])] if row.get("system") else []
-        for question, answer in row.get("history") or []:
-            turns += [_turn("user", question), _turn("assistant", answer)]
-        parts = [row.get("instruction"), row.get("input")]
-        return [*turns, _turn("user", "\n".join(str(part) for part in parts if part))]
-
-    if pairs:
-        return _pair_converter(arguments, prompt_turns)
-    messages, tools, answer = arguments.messages_column, arguments.tools_column, alpaca_answer(arguments)
-    return RowConverter(
-        (messages, tools),
-        lambda row: {
-            messages: [*prompt_turns(row), _turn("assistant", row.get(answer))],
-            tools: _tools(row, tools),
-        },
-    )
+def _alpaca_turns(row: Values) -> list[JsonObject]:
+    """Return the turns up to the question of an Alpaca row."""
+    turns = [_turn("system", row["system"])] if row.get("system") else []
+    for question, answer in row.get("history") or []:
+        turns += [_turn("user", question), _turn("assistant", answer)]
+    parts = [row.get("instruction"), row.get("input")]
+    return [*turns, _turn("user", "\n".join(str(part) for part in parts if part))]
 
 
-def _sharegpt_converter(column: str, arguments: DataArguments, *, pairs: bool) -> RowConverter:
-    def turns(row: Values) -> list[JsonObject]:
-        parsed = [*map(_to_openai_turn, _require_turns(row.get(column), column))]
-        has_system = any(turn["role"] == "system" for turn in parsed[:1])  # takes precedence over the column
-        return [_turn("system", row["system"]), *parsed] if row.get("system") and not has_system else parsed
-
-    if pairs:
-        return _pair_converter(arguments, turns)
-    messages, tools = arguments.messages_column, arguments.tools_column
-    return RowConverter((messages, tools), lambda row: {messages: turns(row), tools: _tools(row, tools)})
-
-
-def _pair_converter(
-    arguments: DataArguments, prompt_turns: Callable[[Values], list[JsonObject]]
-) -> RowConverter:
-    own = cast("PairArguments", arguments)
-    prompt, answers, tools = own.prompt_column, (own.chosen_column, own.rejected_column), own.tools_column
-    return RowConverter(
-        (prompt, *answers, tools),
-        lambda row: {
-            prompt: prompt_turns(row),
-            **{name: _answer_turns(row[name]) for name in answers},
-            tools: _tools(row, tools),
-        },
-    )
+def _sharegpt_turns(row: Values, column: str) -> list[JsonObject]:
+    """Return the turns of a ShareGPT row."""
+    parsed = [*map(_to_openai_turn, _require_turns(row.get(column), column))]
+    has_system = any(turn["role"] == "system" for turn in parsed[:1])  # takes precedence over the column
+    return [_turn("system", row["system"]), *parsed] if row.get("system") and not has_system else parsed
 
 
 def _tools(row: Values, column: str) -> Tools | None:
@@ -377,15 +353,13 @@ def _turn(role: str, content: object) -> JsonObject:
     return {"role": role, "content": content}
 
 
-def _answer_turns(answer: object) -> list[JsonObject]:
+def _answer_turns(row: Values, column: str) -> list[JsonObject]:
     """Return the turns of an answer given as text, as one turn, or as several."""
+    answer = row[column]
     if isinstance(answer, str):
         return [_turn("assistant", answer)]
-    return (
-        [_to_openai_turn(answer)]
-        if isinstance(answer, dict)
-        else [*map(_to_openai_turn, _require_turns(answer, "the answer"))]
-    )
+    turns = [answer] if isinstance(answer, dict) else _require_turns(answer, "the answer")
+    return [*map(_to_openai_turn, turns)]
 
 
 def _require_turns(turns: object, column: str) -> list[object]:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset
 
 from mca_config.errors import McaError
 from mca_config.types import JsonObject, Values
@@ -23,7 +22,7 @@ from mca_train.data.medium_tokens import Grid
 from mca_train.data.placeholders import require_no_placeholders
 from mca_train.data.sample_images import DatasetImages, ImageTable, SampleImages
 from mca_train.data.samples import lists, map_in_memory
-from mca_train.data.streams import FileRows, Row
+from mca_train.data.streams import FileRows, Row, RowStream
 from mca_train.data.token_dataset import IGNORED, Sample, TokenDataset
 
 if TYPE_CHECKING:
@@ -141,7 +140,7 @@ class _Image:
     which: int
 
 
-class ImageBlockStream(IterableDataset[Sample]):
+class ImageBlockStream(RowStream):
     """Stream of blocks from concatenated texts, each with EOS; images are never split.
 
     Args:
@@ -155,22 +154,16 @@ class ImageBlockStream(IterableDataset[Sample]):
     def __init__(
         self, rows: FileRows, names: Sequence[str], read: ImageRows, arguments: DataArguments, key: str
     ) -> None:
-        self._rows, self._read, self._key = rows, read, key
+        self._read, self._key, self._length = read, key, arguments.seq_length
         self._encode = text_encoder(names, read, arguments, key)
-        self._length = arguments.seq_length
-        self.order_description = f"blocks of {self._length} tokens of {rows.order_description}"
-        self.has_images = any(map(read.has_images, rows.heads))
-        """True if the first row of a file has images."""
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the shuffle."""
-        self._rows.set_epoch(epoch)
+        order = f"blocks of {self._length} tokens of {rows.order_description}"
+        super().__init__(rows, order, any(map(read.has_images, rows.heads)))
 
     def __iter__(self) -> Iterator[Sample]:
         tokens: list[int] = []
         targets: list[bool] = []
         images: list[_Image] = []
-        for row in self._rows:
+        for row in self.rows:
             own, is_target, grids = self._encode(row, row.place)
             tokens += own
             targets += is_target

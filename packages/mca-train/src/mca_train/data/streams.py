@@ -1,9 +1,13 @@
 """Streaming datasets (``streaming: true``), which tokenize rows during training.
 
 Rows are in the order of the files, or in that of a shuffle buffer. `batching.sampling` shards the samples over ranks.
+
+Every rank must know for every row whether it has a target, but tokenization is slow. So a row is not tokenized if its
+text is short enough that its answer must fit.
 """
 
 import logging
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
@@ -17,7 +21,8 @@ from mca_config.errors import McaError
 from mca_config.printable import counted
 from mca_config.redaction import redacted
 from mca_config.types import JsonObject, Values
-from mca_train.config.arguments import DataArguments
+from mca_train.config.arguments import DataArguments, PairArguments
+from mca_train.data.chat import has_generation_marks
 from mca_train.data.encoding import BlockTokenizer
 from mca_train.data.files import (
     check_file,
@@ -29,6 +34,7 @@ from mca_train.data.files import (
     require_shallow_json,
     translate_read_errors,
 )
+from mca_train.data.formats import COLUMNS, TEMPLATE_INPUTS
 from mca_train.data.image_rows import without_decoding
 from mca_train.data.sample_images import stream_images
 from mca_train.data.samples import AnswerRows
@@ -38,11 +44,14 @@ from mca_train.data.urls import describe_files, is_url, require_readable
 
 if TYPE_CHECKING:
     import datasets
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
 _CHECKED_BYTES = 1 << 26  # bytes of a file that are checked before training
 _TOKENIZER_BATCH = 64  # rows that pretrain tokenizes together
+_TEXT_OVERHEAD = 64  # tokens that a tokenizer may add to a text
+_CONVERSATION_OVERHEAD, _TURN_OVERHEAD = 1024, 128  # characters that a chat template may add to either
 
 
 class Row(JsonObject):
@@ -224,7 +233,25 @@ def has_target(sample: Sample) -> bool:
     )
 
 
-class AnswerStream(IterableDataset[Sample]):
+class RowStream(IterableDataset[Sample]):
+    """Stream of samples from ``rows``.
+
+    Attributes:
+        order_description: Description of the order of the samples.
+        has_images: True if the first row of a file has images.
+    """
+
+    def __init__(
+        self, rows: "FileRows | RowsWithTargets", order_description: str, has_images: bool = False
+    ) -> None:
+        self.rows, self.order_description, self.has_images = rows, order_description, has_images
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the shuffle."""
+        self.rows.set_epoch(epoch)
+
+
+class AnswerStream(RowStream):
     """Stream of samples with answers; rows without a target are dropped. The trainer builds only those it needs.
 
     Args:
@@ -249,21 +276,16 @@ class AnswerStream(IterableDataset[Sample]):
             return is_sure(row) and not (images and images.has_images(row))  # images add tokens
 
         self.make = SampleBuilder(lambda row: _to_sample(answers, row, prefixes), key)
-        self.order_description = rows.order_description
-        self.has_images = images is not None and any(map(images.has_images, rows.heads))
-        """True if the first row of a file has images."""
         warning = f"{key}: rows do not have {answers.wanted} within seq_length {answers.length}"
-        self.rows = RowsWithTargets(rows, self.make, has_target_surely, warning)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the shuffle."""
-        self.rows.set_epoch(epoch)
+        has_images = images is not None and any(map(images.has_images, rows.heads))
+        kept = RowsWithTargets(rows, self.make, has_target_surely, warning)
+        super().__init__(kept, rows.order_description, has_images)
 
     def __iter__(self) -> Iterator[Sample]:
         return map(self.make, self.rows)
 
 
-class BlockStream(IterableDataset[Sample]):
+class BlockStream(RowStream):
     """Stream of blocks from concatenated texts, each with EOS.
 
     Args:
@@ -273,17 +295,12 @@ class BlockStream(IterableDataset[Sample]):
     """
 
     def __init__(self, rows: FileRows, tokenize: BlockTokenizer, length: int) -> None:
-        self.order_description = f"blocks of {length} tokens of {rows.order_description}"
-        self._rows, self._tokenize, self._length = rows, tokenize, length
-        self._has_warned = False
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the shuffle."""
-        self._rows.set_epoch(epoch)
+        super().__init__(rows, f"blocks of {length} tokens of {rows.order_description}")
+        self._tokenize, self._length, self._has_warned = tokenize, length, False
 
     def __iter__(self) -> Iterator[Sample]:
         left: list[int] = []
-        rows = iter(self._rows)
+        rows = iter(self.rows)
         while some := list(islice(rows, _TOKENIZER_BATCH)):
             left += chain.from_iterable(self._tokenize_rows(some))
             whole = len(left) - len(left) % self._length
@@ -388,3 +405,70 @@ def _to_sample(answers: AnswerRows, row: Values, prefixes: Sequence[str]) -> Sam
         elif found.places:
             sample[f"{prefix}images"] = found
     return sample
+
+
+def sft_target_check(
+    tokenizer: "PreTrainedTokenizerBase", arguments: DataArguments
+) -> Callable[[Values], bool]:
+    """Return a predicate of SFT rows that certainly have a target, without tokenization.
+
+    It assumes at most two tokens per byte, and at most a thousand characters added by a template.
+    """
+    marked = has_generation_marks(tokenizer)
+    length = arguments.seq_length
+
+    def is_sure(row: Values) -> bool:
+        columns = (arguments.messages_column, arguments.completion_column, arguments.text_column)
+        if arguments.data_format or COLUMNS & row.keys() or len(row.keys() & {*columns}) > 1:
+            return False  # another format, or an ambiguous one
+        messages, completion = row.get(arguments.messages_column), row.get(arguments.completion_column)
+        if messages is not None:
+            others = row.get(arguments.tools_column) or row.get(TEMPLATE_INPUTS)
+            return not (marked or others) and _has_early_answer(messages, length)
+        if completion is not None:
+            prompt = row.get(arguments.prompt_column)
+            return (
+                isinstance(prompt, str) and isinstance(completion, str) and _is_shorter_than(prompt, length)
+            )
+        text = row.get(arguments.text_column)
+        return isinstance(text, str) and any(letter.isascii() and letter.isalnum() for letter in text[:64])
+
+    return is_sure
+
+
+def pair_target_check(arguments: PairArguments) -> Callable[[Values], bool]:
+    """Return a predicate of preference pairs that certainly have targets in both answers."""
+    names = (arguments.prompt_column, arguments.chosen_column, arguments.rejected_column)
+
+    def is_sure(row: Values) -> bool:
+        if arguments.data_format or COLUMNS & row.keys():
+            return False
+        texts = [row.get(name) for name in names]
+        return all(isinstance(text, str) for text in texts) and _is_shorter_than(
+            str(texts[0]), arguments.seq_length
+        )
+
+    return is_sure
+
+
+def _is_shorter_than(text: str, length: int, others: int = 0) -> bool:
+    """Return True if ``text`` has fewer than ``length`` tokens with any tokenizer."""
+    room = (length - _TEXT_OVERHEAD) // 2 - others
+    return len(text) < room and len(unicodedata.normalize("NFKC", text).encode(errors="replace")) < room
+
+
+def _has_early_answer(messages: object, length: int) -> bool:
+    """Return True if the first answer of a conversation begins within ``length`` tokens."""
+    if not isinstance(messages, list):
+        return False
+    previous: list[str] = []
+    for message in messages:
+        content = message.get("content") if isinstance(message, dict) else None
+        if not isinstance(content, str) or not content.strip() or message.get("weight") == 0:
+            return False
+        if message.get("role") == "assistant":
+            return _is_shorter_than(
+                "".join(previous), length, _CONVERSATION_OVERHEAD + _TURN_OVERHEAD * (len(previous) + 1)
+            )
+        previous.append(content)
+    return False

@@ -4,7 +4,7 @@ The package ``batching`` pads, packs and shifts them.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol, Union
+from typing import TYPE_CHECKING, Union
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from mca_config.types import JsonObject
 if TYPE_CHECKING:
     import datasets
 
-    from mca_train.data.sample_images import SampleImages
+    from mca_train.data.sample_images import DatasetImages
 
 IGNORED = -100  # label of tokens that are not targets, as in Hugging Face
 VALUES = "values"
@@ -29,13 +29,6 @@ Sample = JsonObject
 All values are tensors except ``images`` (`SampleImages`), which text samples do not have."""
 Samples = Union[Dataset[Sample], Sequence[Sample], "datasets.Dataset", "datasets.IterableDataset"]
 """Samples of a run, in memory or streamed (torch's ``IterableDataset`` is a ``Dataset``)."""
-
-
-class ImageSource(Protocol):
-    """Source of the images of a dataset's samples."""
-
-    def get(self, index: int, tokens: NDArray[np.int32]) -> "SampleImages | None":
-        """Return the images of sample ``index`` with these ``tokens``; None: it has none."""
 
 
 def describe_order(dataset: object) -> str:
@@ -66,7 +59,7 @@ class TokenDataset(Dataset[Sample]):
         offsets: NDArray[np.int64],
         is_target: NDArray[np.bool_] | None = None,
         values: NDArray[np.float64] | None = None,
-        images: ImageSource | None = None,
+        images: "DatasetImages | None" = None,
     ) -> None:
         self.tokens = tokens
         self.offsets = offsets

@@ -49,7 +49,7 @@ from mca_train.data.patch_grids import (
 )
 from mca_train.data.placeholders import media_fields
 from mca_train.data.video_files import Video, VideoFacts, require_video_packages
-from mca_train.types import ImageProcessor
+from mca_train.types import ImageProcessor, Upstream
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -133,14 +133,10 @@ class VideoTokens(MediumTokens):
 
     def _sample(self, facts: VideoFacts) -> tuple[int, ...]:
         """Return the indices of the frames that the model sees."""
-        from transformers.video_utils import VideoMetadata
-
         step, most = self.processor.temporal_patch_size, self._arguments.video_max_frames
         if facts.frames < step:
             return tuple(range(facts.frames))
-        size = {"width": facts.width, "height": facts.height}
-        known = VideoMetadata(facts.frames, fps=facts.fps, duration=facts.seconds, **size)
-        found = [int(index) for index in self.processor.sample_frames(metadata=known)]
+        found = [int(index) for index in self.processor.sample_frames(metadata=_metadata(facts))]
         if most is not None and len(found) > most:  # of a processor without a limit
             places = np.linspace(0, len(found) - 1, most - most % step).round().astype(int)
             found = [found[place] for place in places]
@@ -318,13 +314,10 @@ class _EvenFrames(_UnmergedFrames):
 
     def _sample(self, facts: VideoFacts) -> tuple[int, ...]:
         """Return the indices of the frames that the model sees, at even distances."""
-        from transformers.video_utils import VideoMetadata
-
         count = self.processor.num_frames or int(facts.frames / facts.fps * self.processor.fps)
         most = self._arguments.video_max_frames or facts.frames
-        known = VideoMetadata(total_num_frames=facts.frames, fps=facts.fps)
         count = max(min(count, most, facts.frames), 1)
-        return tuple(map(int, self.processor.sample_frames(metadata=known, num_frames=count)))
+        return tuple(map(int, self.processor.sample_frames(metadata=_metadata(facts), num_frames=count)))
 
 
 class NumberedFrameTokens(_EvenFrames, FrameImageTokens):
@@ -435,10 +428,7 @@ class SliceVideoTokens(_UnmergedFrames):
 
     def _sample(self, facts: VideoFacts) -> tuple[int, ...]:
         """Return the indices of the frames that the model sees, one of each second."""
-        from transformers.video_utils import VideoMetadata
-
-        known = VideoMetadata(total_num_frames=facts.frames, fps=facts.fps, duration=facts.seconds)
-        found = self.processor.sample_frames(metadata=known)
+        found = self.processor.sample_frames(metadata=_metadata(facts))
         return tuple(min(int(index), facts.frames - 1) for index in found)
 
     def ids(self, grid: Grid) -> list[int]:
@@ -462,6 +452,13 @@ class SliceVideoTokens(_UnmergedFrames):
         found = self._slices.sliced(rows, columns, [self.context.tokens_of_size(*size) for size in of_frame])
         require_unchanged(f"video {video.place}", grid, replace(found, frames=len(layouts)))
         return {"pixel_values": split_patches(made["pixel_values_videos"]), "target_sizes": sizes}
+
+
+def _metadata(facts: VideoFacts) -> Upstream:
+    from transformers.video_utils import VideoMetadata
+
+    size = {"width": facts.width, "height": facts.height}
+    return VideoMetadata(facts.frames, fps=facts.fps, duration=facts.seconds, **size)
 
 
 def _apply_options(processor: ImageProcessor, arguments: DataArguments, fps: float) -> None:

@@ -19,7 +19,7 @@ from mca_train.data.token_dataset import VALUES
 from mca_train.dry_run.fake_values import FakeValues
 from mca_train.losses.moe_aux import routers
 from mca_train.plan.audio_memory import Clips, PlannedMedia
-from mca_train.plan.vision_memory import Images
+from mca_train.plan.vision_memory import Form, Images
 from mca_train.types import Upstream
 
 Routing = Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -127,14 +127,6 @@ def _pooled(images: Images) -> dict[str, torch.Tensor]:
     }
 
 
-def _lone_tiles(images: Images) -> dict[str, torch.Tensor]:
-    return {"pixel_values": _tiles(images)["pixel_values"][:, None]}
-
-
-def _marked_tiles(images: Images) -> dict[str, torch.Tensor]:
-    return _tiles(images) | {"grids": torch.tensor([[1, 1]] * images.count)}
-
-
 def _joined_tiles(images: Images) -> dict[str, torch.Tensor]:
     tower, tiles = images.tower, 1 if images.extent is None else images.extent.tiles
     found = {
@@ -166,13 +158,13 @@ def _loose_patches(images: Images) -> dict[str, torch.Tensor]:
     }
 
 
-_PIXELS = {
+_PIXELS: dict[Form, Callable[[Images], dict[str, torch.Tensor]]] = {
     "patches": _patches,
     "tiles": _tiles,
     "sizes": _sized,
     "pooled": _pooled,
-    "lone_tiles": _lone_tiles,
-    "marked_tiles": _marked_tiles,
+    "lone_tiles": lambda images: {"pixel_values": _tiles(images)["pixel_values"][:, None]},
+    "marked_tiles": lambda images: _tiles(images) | {"grids": torch.tensor([[1, 1]] * images.count)},
     "joined_tiles": _joined_tiles,
     "shapes": _shapes,
     "loose_patches": _loose_patches,

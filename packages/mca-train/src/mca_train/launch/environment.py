@@ -70,23 +70,16 @@ def one_thread_until_forked() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # ranks that spin take the cores from those that work
 
 
-def threads_per_rank(ranks: int) -> int:
-    """Return the threads of a rank on a machine without a GPU: the user's number, else its share of the cores.
+def threads_per_rank(ranks: int, *, gpu: bool = False) -> int:
+    """Return the threads of a rank: the user's number, else its share of the cores.
 
-    Two or three threads do not help small models and are up to 30 times slower on a busy machine.
+    With a GPU they run the work of the host: the optimizer of offloaded parameters, tokenization, checksums of files.
+    Without one, two or three threads do not help small models and are up to 30 times slower on a busy machine, so that
+    a small share is one thread.
     """
     requested = os.environ.get("MCA_THREADS", "")
     share = len(os.sched_getaffinity(0)) // ranks
-    return int(requested) if requested.isdigit() else share if share >= 4 else 1
-
-
-def threads_per_gpu_rank(ranks: int) -> int:
-    """Return the threads of a rank that has a GPU: the user's number, else its share of the cores.
-
-    They run the work of the host: the optimizer of offloaded parameters, tokenization, checksums of files.
-    """
-    requested = os.environ.get("MCA_THREADS", "")
-    return int(requested) if requested.isdigit() else max(1, len(os.sched_getaffinity(0)) // ranks)
+    return int(requested) if requested.isdigit() else share if share >= (1 if gpu else 4) else 1
 
 
 def rank_environment(rank: int, num_ranks: int, listener: socket.socket) -> dict[str, str]:

@@ -7,7 +7,6 @@ The run's folder for temporary files is removed at the end or, after a SIGKILL, 
 """
 
 import atexit
-import contextlib
 import ctypes
 import importlib
 import logging
@@ -25,11 +24,10 @@ from types import FrameType
 
 from mca_config.errors import McaError
 from mca_models.storage.staging_folder import StagingFolder, remove_leftovers
-from mca_train.launch.environment import LISTENER, listening, rank_environment, threads_per_gpu_rank
+from mca_train.launch.environment import LISTENER, listening, rank_environment, threads_per_rank
 from mca_train.launch.failures import End, done_mark, explain, report_failure
 
 _LONGEST = 107 - len("/listener-xxxxxxxx")  # bytes of a path of a folder for sockets
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _GRACE = 1.0
 """Seconds to collect the exits that distinguish the first failed rank from those that it made fail."""
 POLL = 0.02
@@ -61,7 +59,9 @@ def scratch_folder() -> Iterator[Path]:
         with _sockets_in(folder.path):
             yield folder.path
     finally:
-        waiting = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # a second Ctrl-C leaves nothing either
+        waiting = signal.pthread_sigmask(
+            signal.SIG_BLOCK, _FORWARDED
+        )  # a second Ctrl-C leaves nothing either
         folder.remove()
         signal.pthread_sigmask(signal.SIG_SETMASK, waiting)
 
@@ -125,7 +125,7 @@ def spawn_ranks(command: Sequence[str], num_ranks: int, folder: Path) -> int:
 
     def start(rank: int, environment: dict[str, str]) -> int:
         variables = {**os.environ, **environment, "MCA_TRAIN_REPORTS": str(folder)}
-        variables["OMP_NUM_THREADS"] = str(threads_per_gpu_rank(num_ranks))  # the launcher has one
+        variables["OMP_NUM_THREADS"] = str(threads_per_rank(num_ranks, gpu=True))  # the launcher has one
         with (folder / f"output_{rank}.log").open("wb") as log:
             output = None if rank == 0 else log
             process = subprocess.Popen(
@@ -151,10 +151,6 @@ def _die_with(launcher: int) -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher:
         os._exit(1)
-
-
-def _unblock_signals() -> None:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
 
 
 def _set_up_rank(rank: int, environment: dict[str, str], folder: Path) -> None:
@@ -184,10 +180,10 @@ def _supervise(start: Callable[[int, dict[str, str]], int], num_ranks: int, fold
                 start(rank, rank_environment(rank, num_ranks, listener)): rank for rank in range(num_ranks)
             }
     except BaseException:
-        _unblock_signals()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
         raise
     with _forward_signals(list(pids)) as received:
-        _unblock_signals()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
         ended: list[End] = []
         try:
             ended = _wait(pids, lambda end: end.code != 0 or not done_mark(folder, end.rank).exists())
@@ -217,7 +213,7 @@ def _wait(
     return ended
 
 
-@contextlib.contextmanager
+@contextmanager
 def _forward_signals(pids: Sequence[int]):  # type: ignore[no-untyped-def]
     """Forward SIGTERM, and SIGHUP as SIGTERM, to every rank; SIGINT kills them. Yield the list of received signals."""
     received: list[int] = []
@@ -239,6 +235,6 @@ def _forward_signals(pids: Sequence[int]):  # type: ignore[no-untyped-def]
 
 def _signal_group(pid: int, number: int) -> None:
     for send in (os.killpg, os.kill):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
+        with suppress(ProcessLookupError, PermissionError):
             send(pid, number)
             return

@@ -87,10 +87,6 @@ def _sigmoid(x: LogRatios) -> Tensor:
     return -(1 - x.smoothing) * logsigmoid(x.margin) - x.smoothing * logsigmoid(-x.margin)
 
 
-def _ipo(x: LogRatios) -> Tensor:
-    return (x.chosen - x.rejected - 1 / (2 * x.beta)) ** 2
-
-
 def _robust(x: LogRatios) -> Tensor:
     right = -(1 - x.smoothing) * logsigmoid(x.margin) + x.smoothing * logsigmoid(-x.margin)
     return right / (1 - 2 * x.smoothing)
@@ -102,16 +98,10 @@ def _exo_pair(x: LogRatios) -> Tensor:
     return right.exp() * right_ratio + wrong.exp() * wrong_ratio
 
 
-def _sppo_hard(x: LogRatios) -> Tensor:
-    half = 0.5 / x.beta
-    return (x.chosen - half) ** 2 + (x.rejected + half) ** 2
-
-
 def _discopop(x: LogRatios) -> Tensor:
     share = torch.sigmoid(x.margin / _TAU)
-    power = torch.exp(
-        logsigmoid(x.margin / _TAU) - x.margin
-    )  # share / exp(m), written so that a large -m does not overflow
+    # share / exp(m), written so that a large -m does not overflow
+    power = torch.exp(logsigmoid(x.margin / _TAU) - x.margin)
     return -logsigmoid(x.margin) * (1 - share) + power
 
 
@@ -119,14 +109,14 @@ REFERENCE_LOSSES: Mapping[LossType, Callable[[LogRatios], Tensor]] = {
     "sigmoid": _sigmoid,
     "sigmoid_norm": _sigmoid,
     "hinge": lambda x: relu(1 - x.margin),
-    "ipo": _ipo,
+    "ipo": lambda x: (x.chosen - x.rejected - 1 / (2 * x.beta)) ** 2,
     "robust": _robust,
     "exo_pair": _exo_pair,
     "nca_pair": lambda x: (
         -logsigmoid(x.chosen_reward) - (logsigmoid(-x.chosen_reward) + logsigmoid(-x.rejected_reward)) / 2
     ),
     "bco_pair": lambda x: -logsigmoid(x.chosen_reward) - logsigmoid(-x.rejected_reward),
-    "sppo_hard": _sppo_hard,
+    "sppo_hard": lambda x: (x.chosen - 0.5 / x.beta) ** 2 + (x.rejected + 0.5 / x.beta) ** 2,
     "apo_zero": lambda x: torch.sigmoid(-x.chosen_reward) + torch.sigmoid(x.rejected_reward),
     "apo_down": lambda x: torch.sigmoid(x.chosen_reward) + torch.sigmoid(-x.margin),
     "discopop": _discopop,

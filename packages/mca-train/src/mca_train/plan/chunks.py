@@ -116,8 +116,9 @@ def chunk_memory(model: ChunkSpec, chunk: PipelineChunk, *, worst: bool = False)
     kept = sum(part.kept for part in parts) + _boundary_tensors(model, chunk)
     if not parts:
         return PassMemory(kept)
-    forward = max(_forward_excess(parts, index) for index in range(len(parts)))
-    backward = max(part.backward - sum(p.kept for p in parts[i + 1 :]) for i, part in enumerate(parts))
+    later = [sum(part.kept for part in parts[index + 1 :]) for index in range(len(parts))]
+    forward = max(part.forward - saved for part, saved in zip(parts, later, strict=True))
+    backward = max(part.backward - saved for part, saved in zip(parts, later, strict=True))
     if chunk.has_embedding and not model.sizes.frozen:
         widest = max(model.config.hidden_size, _per_layer_channels(model.config))
         backward = max(backward, _rows(model) * widest * model.sizes.width - kept)
@@ -138,11 +139,6 @@ def forward_only_memory(model: ChunkSpec, chunk: PipelineChunk) -> float:
 
 def _per_layer_channels(config: McaModelConfig) -> int:
     return config.num_layers * config.per_layer_input_size
-
-
-def _forward_excess(parts: list[PassMemory], index: int) -> float:
-    """Return what the forward pass of a part needs, minus what later parts save."""
-    return parts[index].forward - sum(part.kept for part in parts[index + 1 :])
 
 
 def _boundary_tensors(model: ChunkSpec, chunk: PipelineChunk) -> float:

@@ -78,7 +78,7 @@ class ModelCounts:
             row = prod(shape[1:]) if param.vocab else 0
             tied = param.alias_of is not None
             kind = ShardKind(param.shard.axis is not None, param.expert is not None, row, tied)
-            self._elements[_model_part(param), kind] += prod(shape)
+            self._elements[(param.stage.name.lower(), param.layer or 0), kind] += prod(shape)
             self.total += 0 if tied else prod(shape)
 
     @classmethod
@@ -132,10 +132,6 @@ def optimizer_shards(distributed_optimizer: bool | None, grid: RankGrid) -> Coun
     if not distributed_optimizer:
         return Count(1, 1)
     return Count(grid.data_parallel_size * grid.layout.cp, grid.expert_data_parallel_size)
-
-
-def _model_part(param: "Param") -> ModelPart:
-    return param.stage.name.lower(), param.layer or 0
 
 
 def _stages(part: ModelPart, kind: ShardKind, plan: PipelinePlan) -> tuple[int, ...]:

@@ -19,7 +19,6 @@ from mca_models.templates import get_family
 from mca_models.templates.parts.layer_costs import SINGLE, SavedTensor
 from mca_models.templates.parts.llava import count_tiles
 from mca_train.plan.sizes import Sizes
-from mca_train.plan.slice_sizes import slice_sizes
 
 if TYPE_CHECKING:
     from mca_models.templates.trainable_parts import Part
@@ -269,19 +268,6 @@ class Extent:
     sizes: tuple[tuple[int, int], ...] = ()
 
 
-@dataclass(frozen=True)
-class VideoCount:
-    """Videos of a sequence.
-
-    Args:
-        videos: Number of videos.
-        frames: Frames of each that the model sees.
-    """
-
-    videos: int
-    frames: int
-
-
 @dataclass(frozen=True, kw_only=True)
 class Images:
     """Images of one size in each sequence, or the frames of videos, which towers compute as images.
@@ -292,7 +278,7 @@ class Images:
         pixels: Side in pixels, rounded as image processors do.
         trained: Trained parts of the model.
         extent: Tokens and tiles of each; None: a square of merged patches.
-        videos: Videos whose frames they are; None: they are images.
+        videos: Number of videos whose frames they are, and frames of each that the model sees; None: they are images.
         num_text_tokens: Tokens of text next to each.
     """
 
@@ -301,7 +287,7 @@ class Images:
     pixels: int
     trained: "frozenset[Part]"
     extent: Extent | None = None
-    videos: VideoCount | None = None
+    videos: tuple[int, int] | None = None
     num_text_tokens: int = 1
     has_image_count: bool = False
     """The tower takes the number of images in each sequence."""
@@ -358,8 +344,9 @@ class Images:
     def __str__(self) -> str:
         trained = "trained" if "vision" in self.trained else "frozen"
         if self.videos is not None:
+            number, frames = self.videos
             return (
-                f"{self.videos.videos} of {self.videos.frames} frames of {self.pixels} x {self.pixels} pixels in each "
+                f"{number} of {frames} frames of {self.pixels} x {self.pixels} pixels in each "
                 f"sequence, {self.count * self.tokens} tokens, {trained} tower; --videos N, --video_frames FRAMES, "
                 "--image_size PIXELS"
             )
@@ -372,8 +359,8 @@ class Images:
         """Return their part of the JSON object of a plan."""
         if self.videos is None:
             return {"in_each_sequence": self.count, "pixels": self.pixels, "tokens_of_each": self.tokens}
-        of_videos = {"in_each_sequence": self.videos.videos, "frames": self.videos.frames}
-        return of_videos | {"tokens": self.count * self.tokens}
+        number, frames = self.videos
+        return {"in_each_sequence": number, "frames": frames, "tokens": self.count * self.tokens}
 
     def lines(self, sizes: Sizes) -> list[SavedTensor]:
         """Return the tensors that a micro-batch's images save for the backward pass."""
@@ -489,18 +476,6 @@ def _require_side(config: McaModelConfig, tower: VisionTower, pixels: int | None
         )
 
 
-def _frame_side(tower: VisionTower, *, tiles: bool) -> int | None:
-    """Return the side of frames that processors make of one size; None: frames are as large as images.
-
-    Args:
-        tower: The tower.
-        tiles: Each frame is a tile.
-    """
-    if tower.form == "pooled":
-        return isqrt(FRAME_TOKENS) * tower.patch * tower.merge
-    return tower.tile if tiles else None
-
-
 def _has_image_count(config: McaModelConfig) -> bool:
     family = get_family(config.model_type).vision
     return family is not None and family.tokens_together is not None
@@ -562,7 +537,9 @@ def plan_videos(
             f"--videos: a {config.model_type} model takes no videos, or this kind of run supports none; remove --videos"
         )
     _require_side(config, tower, pixels)
-    side = _frame_side(tower, tiles=family.tokens_per_frame is not None)
+    side = tower.tile if family.tokens_per_frame is not None else None  # None: frames are as large as images
+    if tower.form == "pooled":
+        side = isqrt(FRAME_TOKENS) * tower.patch * tower.merge
     if side and pixels not in (None, side) and not with_images:
         raise UsageError(
             f"--image_size {pixels}: frames of {config.model_type} are all of {side} pixels; leave it out"
@@ -574,7 +551,7 @@ def plan_videos(
         count=number * -(-num_frames // tower.temporal),
         pixels=frame_side,
         trained=trained,
-        videos=VideoCount(number, num_frames),
+        videos=(number, num_frames),
         extent=_extent(config, tower, frame_side, number) if tower.form == "loose_patches" else None,
         num_text_tokens=1 if family.video_tokens == "together" else FRAME_WORDS,
         has_image_count=_has_image_count(config),
@@ -588,3 +565,35 @@ def plan_videos(
             "or smaller frames (--video_frames, --image_size), or a larger seq_length"
         )
     return made if number else None
+
+
+def slice_sizes(
+    config: McaModelConfig, patch: int, pixels: int, folder: Path | None = None
+) -> list[tuple[int, int]]:
+    """Return the rows and columns of patches of the resized image and of each of its slices.
+
+    Args:
+        config: Model configuration.
+        patch: Side of a patch in pixels.
+        pixels: Side of the image.
+        folder: Directory of the image processor; None, or without one: the processor's defaults.
+    """
+    from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import MiniCPMV4_6ImageProcessorPil
+
+    names = ("preprocessor_config.json", "processor_config.json")
+    if folder is not None and any((folder / name).is_file() for name in names):
+        processor = MiniCPMV4_6ImageProcessorPil.from_pretrained(folder)
+    else:
+        processor = MiniCPMV4_6ImageProcessorPil()
+    size, slices = (pixels, pixels), None
+    options = {"scale_resolution": processor.scale_resolution, "patch_size": patch}
+    options["downsample_mode"] = (config.vision_fields or {}).get("downsample_mode", "16x")
+    if processor.slice_mode:
+        slices = processor.get_sliced_grid(size, processor.max_slice_nums, processor.scale_resolution)
+    high, wide = processor.find_best_resize(size, **options, allow_upscale=slices is None)
+    sizes = [(high // patch, wide // patch)]
+    if slices is not None:
+        rows, columns = slices
+        high, wide = processor.get_refine_size(size, slices, **options, allow_upscale=True)
+        sizes += [(high // rows // patch, wide // columns // patch)] * (rows * columns)
+    return sizes

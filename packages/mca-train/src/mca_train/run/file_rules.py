@@ -14,12 +14,11 @@ from typing import TextIO
 
 from mca_config.errors import McaError, raised_problems
 from mca_config.files import read_json
-from mca_config.types import JsonObject
 from mca_models.checkpoint.side_files import side_files
 from mca_models.hub import is_hub_id
 from mca_train.checkpoint.output_files import require_free, require_usable, resolve
 from mca_train.config.arguments import DataArguments
-from mca_train.config.packages import optimizer_problems
+from mca_train.config.early_arguments import optimizer_problems
 from mca_train.config.run_config import Settings
 from mca_train.data.files import COMPRESSED, check_file, reader_name, require_column
 from mca_train.data.formats import NO_TEMPLATE
@@ -188,11 +187,7 @@ def _count_tokens(file: Path, changed: int) -> int | None:
         names = {piece[0] for piece in vocabulary}
     else:
         return None
-    return len(names | set(map(_content, added)))
-
-
-def _content(added: JsonObject) -> str:
-    return str(added.get("content"))
+    return len(names | {str(token.get("content")) for token in added})
 
 
 _READ = 10 << 20

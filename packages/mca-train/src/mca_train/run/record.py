@@ -17,7 +17,7 @@ from mca_config.redaction import redacted_values
 from mca_config.types import JsonObject
 from mca_models.megatron.factory.transformer_config import choose_implementation
 from mca_train.checkpoint.output_files import HF_FOLDER
-from mca_train.metrics.log_file import JsonlLog
+from mca_train.metrics.logs import JsonlLog
 from mca_train.plan.audio_memory import PlannedMedia
 from mca_train.plan.memory import plan_layout
 from mca_train.plan.report import plan_document

@@ -23,7 +23,7 @@ from mca_config.printable import suggestion
 from mca_config.redaction import redacted
 from mca_config.types import JsonObject, Values
 from mca_train.config.arguments import LaunchArguments, LoraArguments
-from mca_train.config.early_arguments import early_arguments, schedule_value_problems
+from mca_train.config.early_arguments import early_arguments, engine_problems, schedule_value_problems
 from mca_train.config.model import (
     adapter_problems,
     model_config,
@@ -32,7 +32,6 @@ from mca_train.config.model import (
     trained_model,
 )
 from mca_train.config.model_parts import early_part_problems, trained_parts
-from mca_train.config.packages import engine_problems
 from mca_train.config.renamed_options import RENAMED
 from mca_train.config.run_config import Settings, has_hub_ids, with_directories
 from mca_train.plan.options import PlanOptions

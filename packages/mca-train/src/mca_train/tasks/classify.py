@@ -1,4 +1,4 @@
-"""``mca-train classify``: texts with a class, with labels, or with numbers (`losses.scores`)."""
+"""``mca-train classify``: texts with a class, with labels, or with numbers (`trainer.scores`)."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace

@@ -115,7 +115,7 @@ class Dpo(PairTask):
         self, tokenizer: "PreTrainedTokenizerBase", data: DataArguments
     ) -> "Callable[[Row], bool]":
         """Return the quick check for targets, as `AnswerTask.surely_has_target`."""
-        from mca_train.data.target_filter import pair_target_check
+        from mca_train.data.streams import pair_target_check
 
         return pair_target_check(cast("PairArguments", data))
 

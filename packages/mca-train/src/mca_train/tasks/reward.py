@@ -1,4 +1,4 @@
-"""``mca-train reward``: a reward model on preference pairs, with the Bradley-Terry loss (`losses.scores`)."""
+"""``mca-train reward``: a reward model on preference pairs, with the Bradley-Terry loss (`trainer.scores`)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -48,6 +48,6 @@ class Sft(AnswerTask):
         self, tokenizer: "PreTrainedTokenizerBase", data: DataArguments
     ) -> "Callable[[Row], bool]":
         """Return the quick check for targets, as `AnswerTask.surely_has_target`."""
-        from mca_train.data.target_filter import sft_target_check
+        from mca_train.data.streams import sft_target_check
 
         return sft_target_check(tokenizer, data)

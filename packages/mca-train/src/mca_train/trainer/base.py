@@ -32,8 +32,8 @@ from mca_train.batching.position import RunLength, RunPosition
 from mca_train.checkpoint.training_state import PendingEvents, Totals
 from mca_train.data.token_dataset import Samples
 from mca_train.groups import Ranks
+from mca_train.metrics.logs import StepLines
 from mca_train.metrics.meters import Extreme
-from mca_train.metrics.step_lines import StepLines
 from mca_train.metrics.step_profile import StepProfile
 from mca_train.trainer.monitor import Watch
 from mca_train.types import MegatronOptimizer, SampleSource, Scheduler

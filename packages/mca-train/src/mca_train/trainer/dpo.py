@@ -24,13 +24,17 @@ from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.batching.packing import sequence_lengths
 from mca_train.batching.sampling import is_stream
 from mca_train.checkpoint.output_files import require_free, require_usable
-from mca_train.checkpoint.reference_log_probs import ReferenceLogProbs
 from mca_train.data.token_dataset import VALUES, Samples, describe_order
 from mca_train.losses.options import PAIR_METRICS
 from mca_train.losses.preference import PairLogps, PreferenceLoss, sequence_logps, split_pairs
 from mca_train.losses.token_loss import sequence_loss
 from mca_train.trainer.base import TrainerOptions
-from mca_train.trainer.reference import ReferenceModel, resolve_reference, warn_trl_differences
+from mca_train.trainer.reference import (
+    ReferenceLogProbs,
+    ReferenceModel,
+    resolve_reference,
+    warn_trl_differences,
+)
 from mca_train.trainer.rules import RULES, pairs
 from mca_train.trainer.trainer import McaTrainer
 from mca_train.types import Sample, SampleSource

@@ -27,6 +27,8 @@ from mca_models.megatron.distributed import parallel, rendezvous
 _SHOWN = 4
 _WAITING_FILES = ("p2p_communication.py", "param_and_grad_buffer.py", "monitor.py")
 """Files whose calls wait for other ranks in native code."""
+_WITH = "contextlib.py"
+"""File whose frames enter and leave the blocks of contexts."""
 _WRAPPERS = ("wrapper", "decorate_context", "__enter__", "__exit__")
 logger = logging.getLogger(__name__)
 _INTERVAL = 5.0  # seconds between two heartbeats
@@ -65,7 +67,9 @@ class Heartbeat:
 def current_call(frame: FrameType | None) -> tuple[str, bool]:
     """Return a thread's current call, from its innermost frame, and True if it waits for other ranks."""
     operation, waits = "", False
-    while frame is not None and (_is_in_torch_distributed(frame) or (waits and _is_with_block(frame))):
+    while frame is not None and (
+        _is_in_torch_distributed(frame) or (waits and PurePath(frame.f_code.co_filename).name == _WITH)
+    ):
         name = frame.f_code.co_name
         operation, waits = (operation if name in _WRAPPERS else name), True
         frame = frame.f_back
@@ -79,10 +83,6 @@ def current_call(frame: FrameType | None) -> tuple[str, bool]:
 def _is_in_torch_distributed(frame: FrameType) -> bool:
     parts = PurePath(frame.f_code.co_filename).parts
     return ("torch", "distributed") in pairwise(parts)
-
-
-def _is_with_block(frame: FrameType) -> bool:
-    return PurePath(frame.f_code.co_filename).name == "contextlib.py"
 
 
 def describe_hang(heartbeats: Sequence[Heartbeat | None], silent: Sequence[int]) -> str:

@@ -22,7 +22,7 @@ from mca_models.megatron.factory.transformer_config import transformer_config
 from mca_models.megatron.peft import PeftModels
 from mca_train.batching.sampling import require_steps
 from mca_train.checkpoint.model import require_format
-from mca_train.config.packages import optimizer_problems
+from mca_train.config.early_arguments import optimizer_problems
 from mca_train.losses import preference
 from mca_train.losses.options import kto_key_problems, pair_key_problems, score_key_problems
 from mca_train.lr_schedule import schedule_problems

@@ -1,26 +1,72 @@
 """``RewardTrainer`` and ``ClassificationTrainer`` train models with a sequence-classification head.
 
-The losses are in `losses.scores`; the samples' ``values`` are the targets.
+The samples' ``values`` are the targets. A sequence's score is that of its last token, as in Hugging Face's
+``...ForSequenceClassification``. The loss of a step is the mean over all samples of the global batch:
+
+    reward        -log sigmoid(chosen - rejected - margin) + coefficient (chosen + rejected)^2
+    single label  cross entropy
+    multi label   binary cross entropy, a mean over the labels
+    regression    squared error, a mean over the labels
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Unpack
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from mca_config.errors import McaError
+from mca_train import groups
 from mca_train.batching.collate import CollatorFormat
 from mca_train.batching.loaders import Loaders
 from mca_train.batching.micro_batch import MicroBatch
 from mca_train.losses.options import SCORE_METRICS, ProblemType
-from mca_train.losses.scores import LOSSES, METRICS, reward_loss, sequence_scores
 from mca_train.losses.token_loss import sequence_loss
 from mca_train.trainer.base import TrainerOptions
 from mca_train.trainer.reference import warn_trl_differences
 from mca_train.trainer.rules import RULES, classification, one_label
 from mca_train.trainer.trainer import McaTrainer
+
+
+def sequence_scores(output: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    """Return scores of every sequence ``[sequences, labels]`` and a mask ``[sequences]``, over all context ranks.
+
+    Args:
+        output: ``[b, s, labels]`` of each token.
+        batch: Micro-batch with segment ids.
+    """
+    is_last = (batch.tokens_remaining == 0).flatten().float()
+    segments = batch.segments.flatten()
+    zeros = torch.zeros(batch.num_segments, output.shape[-1], dtype=torch.float32, device=output.device)
+    scores = zeros.index_add(0, segments, output.float().flatten(0, 1) * is_last[:, None])
+    real = zeros[:, 0].index_add(0, segments, is_last)
+    return groups.sum_over_context(scores), groups.sum_over_context(real)
+
+
+def reward_loss(chosen: Tensor, rejected: Tensor, margin: Tensor | float, centering: float) -> Tensor:
+    """Return the loss of each pair."""
+    return centering * (chosen + rejected) ** 2 - functional.logsigmoid(chosen - rejected - margin)
+
+
+LOSSES: dict[ProblemType, Callable[[Tensor, Tensor], Tensor]] = {
+    "single_label_classification": lambda s, v: functional.cross_entropy(s, v[:, 0].long(), reduction="none"),
+    "multi_label_classification": lambda s, v: functional.binary_cross_entropy_with_logits(
+        s, v, reduction="none"
+    ).mean(1),
+    "regression": lambda s, v: ((s - v) ** 2).mean(1),
+}
+"""Loss of each sequence, from its scores and its values."""
+
+
+METRICS: dict[ProblemType, Callable[[Tensor, Tensor], Tensor]] = {
+    "single_label_classification": lambda s, v: (s.argmax(1) == v[:, 0]).float(),
+    "multi_label_classification": lambda s, v: ((s > 0) == (v > 0)).float().mean(1),
+    "regression": lambda s, v: (s - v).abs().mean(1),
+}
+"""Logged metric of each sequence; `options` has its name."""
 
 
 class ScoreTrainer(McaTrainer):

@@ -33,7 +33,7 @@ from mca_train.engine.engine import Engine, StepResult
 from mca_train.engine.optimizer import select_trained_parts
 from mca_train.engine.rng import seed_dropout
 from mca_train.losses.token_loss import num_targets, require_sums, token_loss
-from mca_train.metrics.log_file import JsonlLog
+from mca_train.metrics.logs import JsonlLog
 from mca_train.metrics.meters import MetricAccumulator
 from mca_train.trainer.base import HfTrainer, ModelView, Progress
 from mca_train.trainer.evaluator import EvaluationStopped, Evaluator
