@@ -219,4 +219,4 @@ def test_a_wrong_configuration_is_told_in_a_line_and_not_tried_again(slurm, fold
     ended = until(slurm, job, lambda found: found["JobState"] not in ("PENDING", "RUNNING", "COMPLETING"))
     assert (ended["JobState"], ended["Restarts"]) == ("FAILED", "0"), output_of(slurm, job)
     (reported,) = [line for line in output_of(slurm, job).splitlines() if line.startswith("error: ")]
-    assert "unknown key 'learning_rat'" in reported
+    assert "unknown flag --learning_rat" in reported

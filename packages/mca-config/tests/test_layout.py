@@ -65,11 +65,11 @@ def test_group_of_holds_the_rank() -> None:
         (
             {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
             6,
-            ["tensor_model_parallel_size 2", "4"],
+            ["tensor_model_parallel_size 2", "start 4 or 8 ("],
         ),
-        ({"expert_model_parallel_size": 4}, 6, ["expert_model_parallel_size 4"]),
-        ({}, 0, ["0 processes"]),
-        ({"tensor_model_parallel_size": 2}, 1, ["1 process cannot be divided"]),
+        ({"expert_model_parallel_size": 4}, 6, ["expert_model_parallel_size 4", "start 4 or 8 ("]),
+        ({}, 0, ["0 ranks cannot be divided", "start 1 ("]),
+        ({"tensor_model_parallel_size": 2}, 1, ["1 rank cannot be divided", "start 2 ("]),
     ],
 )
 def test_a_world_that_does_not_divide_names_the_sizes(

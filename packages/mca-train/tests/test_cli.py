@@ -9,6 +9,8 @@ import pytest
 from mca_config.errors import McaError
 from mca_train.cli import main
 
+RECIPE = min((Path(__file__).parents[3] / "recipes").rglob("*.yaml"))
+
 pytestmark = pytest.mark.usefixtures("own_threads")
 
 
@@ -19,6 +21,11 @@ pytestmark = pytest.mark.usefixtures("own_threads")
         (["pretrian", "c.yaml"], "unknown command 'pretrian'; did you mean 'pretrain'?"),
         (["sft"], "mca-train sft needs a configuration file"),
         (["sft", "--bf16"], "the command line: missing model_name_or_path, output_dir"),
+        (
+            [str(RECIPE)],
+            f"name the kind of run first: mca-train KIND {RECIPE} (KIND: pretrain, sft, dpo, kto, reward, classify)",
+        ),
+        (["none.yaml"], "unknown command 'none.yaml'"),
         (["plan", "none.yaml"], "configuration file none.yaml does not exist"),
         (["plan", "/"], "configuration file / is a directory; name a YAML file"),
     ],
@@ -54,7 +61,14 @@ def test_a_misspelt_flag_without_a_file_is_named(command, flag, reported, capsys
     ("changes", "flags", "message"),
     [
         ({"learning_rte": 1}, [], "run.yaml: unknown key 'learning_rte'; did you mean 'learning_rate'?"),
-        ({}, ["--tensor-model-paralel-size", "2"], "did you mean 'tensor_model_parallel_size'?"),
+        ({}, ["--seq_lenth", "2"], "command line: unknown flag --seq_lenth; did you mean --seq_length?"),
+        (
+            {"seq_lenth": 2},
+            ["--seed", "1"],
+            "command line: unknown key 'seq_lenth'; did you mean 'seq_length'?",
+        ),
+        ({}, ["--lr", "1"], "command line: --lr: is called learning_rate here"),
+        ({}, ["--tensor-model-paralel-size", "2"], "did you mean --tensor_model_parallel_size?"),
         ({"per_device_batch_size": 1}, [], "did you mean 'per_device_train_batch_size'?"),
         ({"learning_rate": "fast"}, [], "learning_rate must be a number, not 'fast'"),
         ({"output_dir": ...}, [], "missing output_dir"),
@@ -139,14 +153,26 @@ def test_wrong_configurations_are_one_line_and_2(run, changes, flags, message, c
         ),
         ({"eval_file": "org/rows"}, "if it is a dataset of the Hub, save its rows to a file and name that"),
         ({"tensor_model_parallel_size": 3}, "tensor_model_parallel_size 3"),
-        ({"tensor_model_parallel_size": 2, "nproc_per_node": 3}, "3"),
+        (
+            {"tensor_model_parallel_size": 2, "nproc_per_node": 3},
+            "= 2; start 2 or 4 (nproc_per_node, or --nproc-per-node of torchrun), or change a size",
+        ),
         ({"output_dir": "model"}, "output_dir: model is where the run reads model, which it would overwrite"),
         ({"output_dir": "model/run"}, "output_dir: model/run is inside model, which the run reads"),
         ({"output_dir": "a.jsonl"}, "output_dir: a.jsonl is a file; set a directory"),
         ({"output_dir": "dangling"}, "output_dir: dangling is a broken link"),
         ({"output_dir": "/proc/none"}, "output_dir: /proc/none cannot be written"),
         ({"train_file": __file__}, "ends in '.py'"),
-        ({"train_file": "/tmp"}, "train_file: /tmp is a directory; name its files"),
+        (
+            {"train_file": "/tmp"},
+            "train_file: /tmp is a directory; name its files, or set datasets: [{path: /tmp}]",
+        ),
+        ({"eval_file": "/tmp"}, "eval_file: /tmp is a directory; name its files"),
+        (
+            {"train_file": "a/*.txt"},
+            "file a/*.txt does not exist; patterns are not expanded in YAML; name the files, or set datasets: "
+            "[{path: a}]",
+        ),
         ({"eval_file": "/dev/null"}, "eval_file: /dev/null is a pipe, socket or device; name a file"),
         ({"eval_file": "/none.jsonl"}, "eval_file: file /none.jsonl does not exist"),
         ({"tokenizer_name_or_path": str(Path(__file__).parent)}, "set tokenizer_name_or_path"),
@@ -338,13 +364,13 @@ def test_wrong_keys_and_wrong_values_are_told_together(run, capsys):
 @pytest.mark.parametrize(
     ("command", "changes", "flags", "message"),
     [
-        ("plan", {}, ["--imges", "3"], "unknown key 'imges'; did you mean --images?"),
-        ("plan", {}, ["--serach", "--gpu", "8"], "unknown key 'serach'; did you mean --search?"),
-        ("plan", {}, ["--serach", "--gpu", "8"], "unknown key 'gpu'; did you mean --gpus?"),
-        ("plan", {}, ["--learning_rat", "1"], "unknown key 'learning_rat'; did you mean 'learning_rate'?"),
+        ("plan", {}, ["--imges", "3"], "unknown flag --imges; did you mean --images?"),
+        ("plan", {}, ["--serach", "--gpu", "8"], "unknown flag --serach; did you mean --search?"),
+        ("plan", {}, ["--serach", "--gpu", "8"], "unknown flag --gpu; did you mean --gpus?"),
+        ("plan", {}, ["--learning_rat", "1"], "unknown flag --learning_rat; did you mean --learning_rate?"),
         ("plan", {"gpus": 8}, [], "gpus: is a flag of mca-train plan (--gpus), no key of a run; remove it"),
         ("sft", {}, ["--dry_run"], "dry_run: is a flag of mca-train plan (--dry_run), no key of a run"),
-        ("sft", {}, ["--serach"], "unknown key 'serach'"),
+        ("sft", {}, ["--serach"], "unknown flag --serach"),
     ],
 )
 def test_flags_of_a_plan_are_told_from_keys(run, command, changes, flags, message, capsys):

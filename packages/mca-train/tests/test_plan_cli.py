@@ -83,7 +83,7 @@ def test_plan_is_no_rank_and_fits_a_device(run, capsys, monkeypatch):
     assert (found["schema"], found["version"], found["world_size"]) == ("mca-train/plan", 1, 16)
     assert [stage["fits"] for stage in found["stages"]] == [True]
     assert main(["plan", "sft", path, "--gpus", "7", "--json"]) == 2
-    assert "7 processes cannot be divided" in json.loads(capsys.readouterr().out)["problems"][0]
+    assert "7 ranks cannot be divided" in json.loads(capsys.readouterr().out)["problems"][0]
 
 
 def test_fp8_of_a_device_is_planned_on_a_machine_without(run, capsys):

@@ -268,21 +268,26 @@ class RankGrid:
 
 
 def _require_divisible(layout: ParallelLayout, world_size: int) -> None:
-    processes = "1 process" if world_size == 1 else f"{world_size} processes"
-    if world_size < 1 or world_size % layout.model_parallel_size:
+    dense, expert = layout.model_parallel_size, layout.expert_model_size
+    if world_size < 1 or world_size % dense:
         raise McaError(
-            f"{processes} cannot be divided into tensor_model_parallel_size {layout.tp} x "
-            f"context_parallel_size {layout.cp} x pipeline_model_parallel_size {layout.pp} = "
-            f"{layout.model_parallel_size}; start a multiple of {layout.model_parallel_size} "
-            "(torchrun --nproc-per-node), or change a size"
+            f"{counted(world_size, 'rank')} cannot be divided into tensor_model_parallel_size {layout.tp} x "
+            f"context_parallel_size {layout.cp} x pipeline_model_parallel_size {layout.pp} = {dense}; "
+            f"{_fitting_ranks(world_size, dense)}"
         )
-    if world_size % layout.expert_model_size:
+    if world_size % expert:
         raise McaError(
-            f"{processes} cannot be divided into expert_tensor_parallel_size {layout.etp} x "
-            f"expert_model_parallel_size {layout.ep} x pipeline_model_parallel_size {layout.pp} = "
-            f"{layout.expert_model_size}; start a multiple of {layout.expert_model_size} "
-            "(torchrun --nproc-per-node), or change a size"
+            f"{counted(world_size, 'rank')} cannot be divided into expert_tensor_parallel_size {layout.etp} x "
+            f"expert_model_parallel_size {layout.ep} x pipeline_model_parallel_size {layout.pp} = {expert}; "
+            f"{_fitting_ranks(world_size, expert)}"
         )
+
+
+def _fitting_ranks(world_size: int, size: int) -> str:
+    """Return the advice to start the nearest multiples of ``size``."""
+    below = max(world_size, 0) // size * size
+    nearest = " or ".join(str(ranks) for ranks in (below, below + size) if ranks)
+    return f"start {nearest} (nproc_per_node, or --nproc-per-node of torchrun), or change a size"
 
 
 def _axis_indices(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:

@@ -49,6 +49,7 @@ def _main(words: list[str]) -> int:
 
 
 def _run(known: Program, words: list[str]) -> int:
+    _reject_file(known, words[0])
     command, words = known.find_command(words)
     if command in ("init", "schema", "completion"):
         return _about_keys(command, known.parser(command).read(words).operands)
@@ -90,6 +91,13 @@ def _run(known: Program, words: list[str]) -> int:
 
     again = [sys.executable, "-m", "mca_train", command, *words]
     return run(kind, values, where, again)
+
+
+def _reject_file(known: Program, word: str) -> None:
+    """Raise a `UsageError` if ``word`` is a configuration file in place of a command."""
+    path = Path(word)
+    if word not in known.commands and path.suffix in (".yaml", ".yml") and path.is_file():
+        raise UsageError(f"name the kind of run first: mca-train KIND {word} (KIND: {', '.join(TASKS)})")
 
 
 def _check_device(options: "Namespace") -> None:

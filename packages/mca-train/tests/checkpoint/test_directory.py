@@ -99,6 +99,10 @@ def test_one_damaged_checkpoint_has_none_before_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     monkeypatch.setattr(directory, "run_on_first_rank", lambda call: call())
+    with caplog.at_level("INFO"):
+        assert directory.find("auto", tmp_path, RANKS) is None
+    assert caplog.messages == [f"no complete checkpoint in {tmp_path}: starting from the beginning"]
+    caplog.clear()
     (tmp_path / "checkpoint-5").mkdir()
     (tmp_path / "checkpoint-5" / STATE_FILE).write_text("{}")
     damaged(monkeypatch, 5)

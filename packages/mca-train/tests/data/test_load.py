@@ -208,6 +208,31 @@ def test_rows_whose_answer_is_cut_off_are_dropped(tmp_path, caplog):
         (
             "sft",
             "a.jsonl",
+            '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}]}\n',
+            "row 0: messages, turn 1 (assistant): no content or tool_calls; add it",
+        ),
+        (
+            "sft",
+            "a.jsonl",
+            '{"prompt": [{"role": "user", "content": "a"}], "completion": [{"role": "assistant", "content": ""}]}\n',
+            "row 0: messages, turn 1 (assistant): no content or tool_calls; add it",
+        ),
+        (
+            "sft",
+            "a.jsonl",
+            '{"prompt": "a", "chosen": "b", "rejected": "c"}\n',
+            "rows of mca-train dpo or reward",
+        ),
+        ("dpo", "a.jsonl", '{"text": "a", "label": 1}\n', "; these are rows of mca-train classify"),
+        (
+            "sft",
+            "a.jsonl",
+            '{"question": "a"}\n',
+            "(set messages_column or prompt_column or completion_column or",
+        ),
+        (
+            "sft",
+            "a.jsonl",
             '{"messages": [{"role": "user", "content": null}]}\n',
             "turn 0 (user): no content;",
         ),

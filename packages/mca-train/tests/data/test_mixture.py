@@ -237,6 +237,14 @@ def test_what_a_file_does_not_have_is_refused_and_not_ignored(given, tmp_path):
 def test_a_split_or_a_column_that_is_not_there_is_named(tmp_path):
     saved = datasets.Dataset.from_list([{"text": "x"}])
     datasets.DatasetDict({"train": saved}).save_to_disk(tmp_path / "splits")
+    (tmp_path / "py").mkdir()
+    for content in ("it is empty", "it has 2 that end in .py"):
+        with pytest.raises(
+            McaError, match=rf"py has no .jsonl, .json, .parquet, .arrow or .txt file \({content}\)"
+        ):
+            loaded([{"path": str(tmp_path / "py")}])
+        for name in "ab":
+            (tmp_path / "py" / f"{name}.py").touch()
     with pytest.raises(McaError, match=r"datasets, splits: .* has no split 'dev' \(splits: train\)"):
         loaded([{"path": str(tmp_path / "splits"), "split": "dev"}])
     with pytest.raises(McaError, match=r"datasets, splits: columns: no column q \(columns: text\)"):

@@ -343,3 +343,13 @@ def test_an_earlier_answer_that_is_written_otherwise_ends_with_the_text_that_end
     )
     tokenizer = byte_tokenizer(template)
     assert "".join(learnt(tokenizer, tokenize_chat(tokenizer, TURNS))) == "jaĠnein;()x;"
+
+
+def test_an_empty_answer_may_be_context():
+    turns = [USER, {"role": "assistant", "content": "", "weight": 0}, *TURNS[:2]]
+    encode = row_encoder(["messages"], byte_tokenizer(), DataArguments(model_name_or_path="m"), "k")
+    assert encode({"messages": turns})
+    with pytest.raises(McaError, match=r"turn 1 \(assistant\): no content or tool_calls"):
+        encode({"messages": [*turns[:1], {**turns[1], "weight": 1}, *turns[2:]]})
+    encode = row_encoder(["messages"], marked_tokenizer(UNENDED), DataArguments(model_name_or_path="m"), "k")
+    assert encode({"messages": CALLS}), "a tool call has no content"

@@ -25,7 +25,7 @@ def test_it_is_private_and_gone_with_the_run(place):
     assert list(place.iterdir()) == []
 
 
-def test_what_a_killed_run_left_is_removed_by_the_next_one_and_nothing_else(place):
+def test_what_a_killed_run_left_is_removed_by_the_next_one_and_nothing_else(place, caplog):
     names = [
         f"mca-train-{os.getuid()}",
         f"mca-train-{os.getuid()}.partial-0a1b2c3d",
@@ -50,8 +50,9 @@ def test_what_a_killed_run_left_is_removed_by_the_next_one_and_nothing_else(plac
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     assert len(list(place.iterdir())) == len(names) + 1
-    with scratch_folder():
+    with caplog.at_level("INFO"), scratch_folder():
         pass
+    assert caplog.messages == [], "a leftover in the temporary directory concerns nobody"
     assert sorted(path.name for path in place.iterdir()) == sorted(names)
 
 

@@ -105,15 +105,15 @@ def _named_folders(parent: Path, name: str) -> list[Path]:
         return []
 
 
-def remove_leftovers(destination: Path) -> None:
-    """Remove what killed writers to ``destination`` left next to it or in it."""
+def remove_leftovers(destination: Path, level: int = logging.INFO) -> None:
+    """Remove what killed writers to ``destination`` left next to it or in it, and log it at ``level``."""
     for parent in (destination.parent, destination):
         for path in _named_folders(parent, destination.name):
             with suppress(OSError):
                 path.rmdir()  # only if empty: its writer died before it was marked, or makes another folder
         for path in staging_folders(parent, destination.name):
             with suppress(OSError):
-                _remove_if_abandoned(path, destination)
+                _remove_if_abandoned(path, destination, level)
 
 
 def stage_for_removal(directory: Path) -> StagingFolder:
@@ -133,14 +133,14 @@ def close(fd: int) -> None:
         os.close(fd)
 
 
-def _remove_if_abandoned(folder: Path, destination: Path) -> None:
+def _remove_if_abandoned(folder: Path, destination: Path, level: int) -> None:
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         if not _try_lock(fd):
             return  # its writer lives
         if not (_is_local(folder / MARKER) or _idle_seconds(folder) >= _IDLE_SECONDS):
             return
-        logger.info("removing %s, left by a process that died", folder)
+        logger.log(level, "removing %s, left by a process that died", folder)
         if (folder / DISPLACED).is_dir() and not destination.exists():
             (folder / DISPLACED).rename(destination)  # the writer died between the two steps of an exchange
         _remove(folder)

@@ -54,6 +54,8 @@ def find(resume: str | bool | None, output_dir: Path, ranks: Ranks) -> Path | No
             logger.warning("%s; trying the checkpoint before it", messages[-1])
     if messages:
         raise McaError("resume_from_checkpoint: " + "\n".join(messages))
+    if selects_latest:
+        logger.info("no complete checkpoint in %s: starting from the beginning", output_dir)
     return None
 
 

@@ -19,6 +19,7 @@ from jinja2 import TemplateError, TemplateSyntaxError
 
 from mca_config.errors import McaError
 from mca_config.types import JsonObject
+from mca_train.data.formats import NO_TEMPLATE
 from mca_train.data.long_texts import encode_prefix
 from mca_train.data.tools import Tools, with_arguments, with_arguments_as_text
 
@@ -93,9 +94,7 @@ class Conversation:
         inputs: TemplateInputs | None = None,
     ) -> None:
         if tokenizer.chat_template is None:
-            raise McaError(
-                "messages: the tokenizer has no chat template; set `chat_template` in its directory"
-            )
+            raise McaError(f"messages: {NO_TEMPLATE}")
         self._tokenizer, self._inputs = tokenizer, inputs or TemplateInputs()
         self._messages = list(messages)
         texts = [with_arguments_as_text(message) for message in messages]

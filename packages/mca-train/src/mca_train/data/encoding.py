@@ -130,7 +130,7 @@ def row_encoder(
         return lambda row: [
             tokenize_chat(
                 tokenizer,
-                check_messages(row[messages]),
+                _require_answers(check_messages(row[messages])),
                 inputs=template_inputs(row, arguments),
                 length=length,
             )
@@ -181,7 +181,10 @@ def tokenize_answer(
     inputs: TemplateInputs | None = None,
 ) -> Encoded:
     """Tokenize a prompt and a completion, as text or as chat messages; the completion ends with EOS."""
-    return tokenize_answers(tokenizer, prompt, [completion], length, inputs)[0]
+    (encoded,) = tokenize_answers(tokenizer, prompt, [completion], length, inputs)
+    if isinstance(prompt, list) and isinstance(completion, list):
+        _require_answers([*prompt, *completion], first=len(prompt))
+    return encoded
 
 
 def tokenize_answers(
@@ -275,10 +278,33 @@ def _require_content(turn: int, message: Message) -> None:
         raise McaError(
             f"messages, turn {turn} ({role}): weight is {message['weight']!r:.80}; expected 0 or 1"
         )
-    others = [value for key, value in message.items() if key not in ("role", "name", "content", "weight")]
-    if content is None and not (role == "assistant" and any(others)):
-        wanted = "content or tool_calls" if role == "assistant" else "content"
-        raise McaError(f"messages, turn {turn} ({role}): no {wanted}; add it, or remove the row")
+    if content is None and (role != "assistant" or _is_empty(message)):
+        raise _missing_content(turn, role)
+
+
+def _require_answers(messages: list[Message], first: int = 0) -> list[Message]:
+    """Return ``messages`` if none of the answers from the turn ``first`` on is an end mark alone.
+
+    Turns of weight 0 are context, which may be empty.
+
+    Raises:
+        McaError: An answer is empty.
+    """
+    for turn, message in enumerate(messages):
+        is_answer = turn >= first and message["role"] == "assistant" and message.get("weight") != 0
+        if is_answer and _is_empty(message):
+            raise _missing_content(turn, "assistant")
+    return messages
+
+
+def _is_empty(message: Message) -> bool:
+    """Return True for a turn without content, tool calls and other parts of an answer."""
+    return not any(value for key, value in message.items() if key not in ("role", "name", "weight"))
+
+
+def _missing_content(turn: int, role: str) -> McaError:
+    wanted = "content or tool_calls" if role == "assistant" else "content"
+    return McaError(f"messages, turn {turn} ({role}): no {wanted}; add it, or remove the row")
 
 
 def require_text(value: object, column: str) -> str:

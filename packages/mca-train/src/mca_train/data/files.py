@@ -4,8 +4,10 @@
 """
 
 import contextlib
+import glob
 import logging
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -37,6 +39,8 @@ _DEEPEST = 256
 _MARKS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow", ".txt": "text"}
+
+_ENDINGS = " or ".join([", ".join([*_READERS][:-1]), [*_READERS][-1]])
 
 
 def load_rows(
@@ -144,13 +148,26 @@ def check_file(file: str, key: str) -> tuple[str, JsonObject]:
 
 def _require_there(path: Path, key: str) -> None:
     if path.is_dir():
-        raise McaError(f"{key}: {path} is a directory; name its files")
+        raise McaError(f"{key}: {path} is a directory; name its files{_directory_hint(path, key)}")
     if not path.is_file():
         if path.exists():
             raise McaError(f"{key}: {path} is a pipe, socket or device; name a file")
-        raise McaError(f"{key}: file {path} does not exist{_hub_hint(path, key)}")
+        hint = _pattern_hint(path, key) or _hub_hint(path, key)
+        raise McaError(f"{key}: file {path} does not exist{hint}")
     if path.stat().st_size == 0 and _suffix(str(path)) in _READERS:
         raise McaError(f"{key}: {path} is empty")
+
+
+def _directory_hint(directory: Path, key: str) -> str:
+    """Return the alternative to naming the files of ``directory``, which only training files have."""
+    return f", or set datasets: [{{path: {directory}}}]" if key == "train_file" else ""
+
+
+def _pattern_hint(path: Path, key: str) -> str:
+    """Return a hint if the name of the missing file ``path`` is a pattern."""
+    if glob.escape(path.name) == path.name:
+        return ""
+    return f"; patterns are not expanded in YAML; name the files{_directory_hint(path.parent, key)}"
 
 
 def _hub_hint(path: Path, key: str) -> str:
@@ -252,6 +269,19 @@ def _depth(line: bytes) -> int:
     return deepest
 
 
+def _describe_unreadable(directory: Path) -> str | None:
+    """Describe the files of ``directory``, of which none is of a known type; None: one is, or it is no directory."""
+    if not directory.is_dir():
+        return None
+    endings = Counter(_suffix(file.name) for file in directory.rglob("*") if file.is_file())
+    if not endings.keys().isdisjoint(_READERS):
+        return None
+    if not endings:
+        return "it is empty"
+    ending, count = endings.most_common(1)[0]
+    return f"it has {count} that end in {ending}" if ending else f"it has {count} without an ending"
+
+
 @contextlib.contextmanager
 def translate_read_errors(
     key: str, files: str, reader: str, errors: type[Exception] = Exception
@@ -274,6 +304,8 @@ def translate_read_errors(
         if is_missing_file(error):
             if is_url(files):
                 raise download_error(key, files, error) from error
+            if (content := _describe_unreadable(Path(files))) is not None:
+                raise McaError(f"{subject} has no {_ENDINGS} file ({content})") from error
             raise McaError(f"{subject} is not there any more; put it back and start again") from error
         advice = "; repair or replace the file" if reader in _READERS.values() else ""
         raise McaError(f"{subject} cannot be read as {reader}: {redacted(reason)[:200]}{advice}") from error

@@ -135,7 +135,7 @@ def detect_pair_format(
         if (name := getattr(arguments, column)) not in names:
             raise UsageError(
                 f"{key}: no column '{name}' ({_describe_columns(names)}); preference pairs have chosen and rejected, "
-                f"and mca-train sft reads messages; set {column} if the column has another name"
+                f"and mca-train sft reads messages; set {column} if the column has another name{_kind_hint(names)}"
             )
     if _TOOLS in explicit_columns(arguments):
         require_named_column(_TOOLS, names, arguments, key)
@@ -174,9 +174,24 @@ def require_label_column(names: Sequence[str], arguments: ClassifyArguments, key
     """Raise an error for rows without the column of labels."""
     column = arguments.label_column
     if column not in names:
-        are_pairs = {"chosen", "rejected"} <= {*names}
-        advice = "mca-train dpo and reward read these pairs" if are_pairs else "set label_column"
-        raise UsageError(f"{key}: no column '{column}' ({_describe_columns(names)}); {advice}")
+        raise UsageError(
+            f"{key}: no column '{column}' ({_describe_columns(names)}); set label_column{_kind_hint(names)}"
+        )
+
+
+_ROWS_OF_KINDS: Mapping[tuple[str, ...], str] = {
+    ("chosen", "rejected"): "dpo or reward",
+    ("prompt", "completion", "label"): "kto",
+    ("messages", "label"): "classify or kto",
+    ("text", "label"): "classify",
+}
+"""Kinds of run that read rows with these columns."""
+
+
+def _kind_hint(names: Sequence[str]) -> str:
+    """Return the end of an error that names the kinds of run with such rows; empty: no kind is certain."""
+    found = (kinds for columns, kinds in _ROWS_OF_KINDS.items() if {*columns} <= {*names})
+    return next((f"; these are rows of mca-train {kinds}" for kinds in found), "")
 
 
 def _describe_columns(names: Sequence[str], found: Sequence[Format] = ()) -> str:
@@ -204,7 +219,7 @@ def _unknown_format(
     keys = dict.fromkeys(column for each in known for column in FORMAT_COLUMNS[each] if column != _TOOLS)
     return UsageError(
         f"{key}: columns {', '.join(names)}{of}; expected {', '.join(needed[:-1])} or {needed[-1]} "
-        f"(set {' or '.join(keys)})"
+        f"(set {' or '.join(keys)}){_kind_hint(names)}"
     )
 
 
@@ -212,6 +227,12 @@ COLUMNS = frozenset(
     {"instruction", "input", "output", "history", "system", "conversations", "conversation", "tools"}
 )
 """Columns of Alpaca and ShareGPT rows."""
+
+NO_TEMPLATE = (
+    "the tokenizer has no chat template; put a chat_template.jinja into its directory, or set tokenizer_name_or_path "
+    "to an instruction-tuned model"
+)
+"""Error about rows that are conversations."""
 
 TEMPLATE_INPUTS = "chat_template_kwargs"
 """Column of template variables, named as in TRL."""

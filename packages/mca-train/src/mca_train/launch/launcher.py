@@ -9,6 +9,7 @@ The run's folder for temporary files is removed at the end or, after a SIGKILL, 
 import atexit
 import ctypes
 import importlib
+import logging
 import os
 import signal
 import subprocess
@@ -45,7 +46,7 @@ def scratch_folder() -> Iterator[Path]:
     """
     try:
         parent, name = Path(tempfile.gettempdir()), f"mca-train-{os.getuid()}"
-        remove_leftovers(parent / name)
+        remove_leftovers(parent / name, logging.DEBUG)
         folder = StagingFolder(parent, name)
         folder.path.chmod(0o700)
     except OSError as error:

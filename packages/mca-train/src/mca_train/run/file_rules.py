@@ -21,6 +21,7 @@ from mca_train.config.arguments import DataArguments
 from mca_train.config.early_arguments import optimizer_problems
 from mca_train.config.run_config import Settings
 from mca_train.data.files import COMPRESSED, check_file, reader_name, require_column
+from mca_train.data.formats import NO_TEMPLATE
 from mca_train.data.sources import evaluation_arguments, parse_sources
 from mca_train.data.urls import is_url, require_client
 from mca_train.tasks.task import Task
@@ -211,6 +212,21 @@ def _check(task: Task, data: DataArguments, key: str, columns: dict[str, tuple[s
     names = tuple(dict.fromkeys(name for found in columns.values() for name in found))
     arguments = evaluation_arguments(data, names) if key == "eval_file" else data
     task.check_columns(names, arguments, key)
+    if task.needs_chat_template(names, arguments, key):
+        _require_chat_template(_folder(data))
+
+
+def _require_chat_template(folder: Path) -> None:
+    """Raise an error for a tokenizer whose files surely have no chat template.
+
+    Raises:
+        McaError: There is none.
+    """
+    file = folder / "tokenizer_config.json"
+    if not file.is_file() or any(folder.glob("*chat_template*")) or (folder / "tekken.json").is_file():
+        return
+    if not read_json(file, "a tokenizer's configuration").get("chat_template"):
+        raise McaError(f"{folder}: {NO_TEMPLATE}")
 
 
 def read_columns(file: str, key: str) -> tuple[str, ...] | None:

@@ -46,12 +46,24 @@ _PLAN_FLAGS = {
 }
 
 
+class Origin(str):
+    """Name of a configuration's file and command line in errors.
+
+    Attributes:
+        flags: Keys that the command line sets.
+    """
+
+    flags: frozenset[str] = frozenset()
+
+
 def load_values(config: Path | None, overrides: list[str]) -> tuple[JsonObject, str]:
-    """Return the file's values, overridden by the command line's, and the name of the two in an error."""
+    """Return the file's values, overridden by the command line's, and the `Origin` of the two."""
     words = parse_overrides(overrides)
     if config is None:
         return words, "the command line"
-    return read_yaml(config) | words, f"{config}{' and the command line' if words else ''}"
+    where = Origin(f"{config}{' and the command line' if words else ''}")
+    where.flags = frozenset(words)
+    return read_yaml(config) | words, where
 
 
 def read_yaml(path: Path) -> JsonObject:
@@ -148,10 +160,12 @@ def make_settings(
     elsewhere = {**RENAMED, **_PLAN_FLAGS, **other_task_keys(task)}
 
     def unknown(key: str, known: Iterable[str]) -> str:
+        is_flag = isinstance(where, Origin) and key in where.flags
         if key in elsewhere:
-            return f"{key}: {elsewhere[key]}"
-        names = [*known, *(f"--{flag}" for flag in flags)]
-        return f"unknown key '{key}'{suggestion(key, names, f'mca-train {task.name} --help lists the keys')}"
+            return f"{'--' if is_flag else ''}{key}: {elsewhere[key]}"
+        names = [*(f"--{name}" if is_flag else name for name in known), *(f"--{flag}" for flag in flags)]
+        shown = f"flag --{key}" if is_flag else f"key '{key}'"
+        return f"unknown {shown}{suggestion(key, names, f'mca-train {task.name} --help lists the keys')}"
 
     classes: list[type] = [task.data_arguments, LaunchArguments, LoraArguments]
     training, data, launch, lora, *others = build(

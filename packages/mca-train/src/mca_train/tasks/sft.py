@@ -30,6 +30,12 @@ class Sft(AnswerTask):
 
         detect_format(names, data, key)
 
+    def needs_chat_template(self, names: Sequence[str], data: DataArguments, key: str) -> bool:
+        """Return True for the formats of conversations, as `Task.needs_chat_template`."""
+        from mca_train.data.formats import detect_format
+
+        return detect_format(names, data, key) in ("messages", "alpaca", "sharegpt")
+
     def encoder(
         self, names: Sequence[str], tokenizer: "PreTrainedTokenizerBase", data: DataArguments, key: str
     ) -> "RowEncoder":

@@ -115,6 +115,10 @@ class Task(ABC):
         """
         return None
 
+    def needs_chat_template(self, names: Sequence[str], data: DataArguments, key: str) -> bool:
+        """Return True if rows with the columns ``names`` are surely conversations, which a template renders."""
+        return False
+
     @abstractmethod
     def samples(self, rows: "datasets.Dataset", context: "RowContext") -> "TokenDataset | PairDataset":
         """Return the tokenized samples of ``rows``: those of the files, one file after another."""
