@@ -89,12 +89,16 @@ def test_what_fits(more: dict[str, Any], sizes: ParallelLayout, world: int | Non
 @pytest.mark.parametrize(
     ("more", "sizes", "words"),
     [
-        ({"num_layers": 30}, layout(pp=4), ["num_layers 30", "pipeline_model_parallel_size 4"]),
+        (
+            {"num_layers": 30},
+            layout(pp=4),
+            ["num_layers 30", "change pipeline_model_parallel_size, for example to 3,"],
+        ),
         ({}, layout(tp=16), ["num_attention_heads 8", "tensor_model_parallel_size 16", "for example to 8"]),
         (
             {"num_attention_heads": 12, "num_query_groups": 3},
             layout(tp=2),
-            ["num_query_groups 3 is neither a multiple nor a divisor", "tensor_model_parallel_size 2"],
+            ["num_query_groups 3 is neither a multiple nor a divisor", "for example to 1"],
         ),
         (
             {"num_attention_heads": 3, "num_query_groups": 1, "kv_channels": 8, "ffn_hidden_size": 96},
@@ -102,6 +106,11 @@ def test_what_fits(more: dict[str, Any], sizes: ParallelLayout, world: int | Non
             ["keys and values of 1 x 8 rows", "at most 1, or a size that divides 16"],
         ),
         ({"ffn_hidden_size": 127}, layout(tp=2), ["ffn_hidden_size 127", "tensor_model_parallel_size 2"]),
+        (
+            {"ffn_hidden_size": 127, "hf_config": {"intermediate_size": 127}},
+            layout(tp=2),
+            ["ffn_hidden_size 127 (intermediate_size) cannot be divided", "for example to 1"],
+        ),
         ({}, layout(ep=2), ["no experts", "expert_model_parallel_size to 1"]),
         ({}, layout(tp=2, etp=8), ["no experts", "expert_tensor_parallel_size to 1, not 8"]),
         (EXPERTS, layout(ep=3), ["num_moe_experts 8", "expert_model_parallel_size 3", "for example to 2"]),

@@ -77,7 +77,10 @@ def test_no_weights(source: Path, convert, tmp_path: Path, capsys) -> None:
     (source / "config.json").unlink()
     assert "model.gguf, a format that is not read" in refused(source, tmp_path, capsys)
     (mca / "mca_config.json").unlink()
-    assert "but mca_config.json is missing" in refused(mca, tmp_path, capsys)
+    assert "mca_config.json is missing; put it back there\n" in refused(mca, tmp_path, capsys)
+    (mca / "latest_checkpointed_iteration.txt").unlink()
+    (mca / "iter_0000001" / ".metadata").touch()
+    assert "put it back there, or name its iter_0000001\n" in refused(mca, tmp_path, capsys)
 
 
 def test_a_pickle_that_is_none_and_one_of_another_name_are_told(source: Path, tmp_path: Path, capsys) -> None:

@@ -110,7 +110,15 @@ def test_adapters(tiny, capsys, tmp_path: Path) -> None:
     capsys.readouterr()
     arguments = ["--checkpoint_path", str(tmp_path / "adapter"), "--output_path", str(tmp_path / "out")]
     assert main(arguments) == 1
-    assert "an adapter, not a whole model" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "an adapter, not a whole model; for one merged model: --checkpoint_path BASE" in error
+    assert "for an MCA adapter: --checkpoint_path BASE" in error
+    converted = ["--adapter_path", str(tmp_path / "adapter"), "--output_path", str(tmp_path / "mca")]
+    assert main(["--checkpoint_path", str(tiny("qwen2")), *converted]) == 0
+    assert main(["--checkpoint_path", str(tmp_path / "mca"), "--output_path", str(tmp_path / "out")]) == 1
+    assert f"for a PEFT adapter: --adapter_path {tmp_path / 'mca'} without" in capsys.readouterr().err
+    assert main(["--adapter_path", str(tmp_path / "mca"), "--output_path", str(tmp_path / "out")]) == 0
+    assert inspected(tmp_path / "out", capsys)["kind"] == "PEFT LoRA adapter"
 
 
 def test_a_type_that_is_not_supported_without_weights(tmp_path: Path, capsys) -> None:

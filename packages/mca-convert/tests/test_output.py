@@ -89,6 +89,7 @@ def test_sizes_have_one_convention(text: str, nbytes: int) -> None:
     (["--workers=99999"], "expected at most 256 threads, not 99999"),
     (["--memory_limit=" + "9" * 400 + "G"], "expected a size such as"),
     (["--top\x1b[31m"], "unknown flag --top\\x1b"),
+    (["--json"], "unknown flag --json; plan, inspect and verify take --json"),
 ])  # fmt: skip
 def test_flags_that_no_model_could_have_exit_2(
     flags, message: str, source: Path, tmp_path: Path, capsys

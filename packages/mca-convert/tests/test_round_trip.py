@@ -156,11 +156,13 @@ def test_side_files_go_along_both_ways(tiny, convert, tmp_path: Path, caplog) ->
     data = ("train.jsonl", "eval.jsonl.zst", "part-0.parquet")
     for name in of_a_run + data:
         (source / name).write_text("{}")
+    for name in ("checkpoint-13", "hf", "figures"):
+        (source / name).mkdir()
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**config, "unknown_field": [1, {"a": None}]}))
     mca = convert(source, "mca", tp=2)
     assert not [name for name in of_a_run + data if (mca / name).exists()]
-    assert f"not part of the model: {', '.join(sorted(data))}" in caplog.text
+    assert f"not part of the model: {', '.join(sorted((*data, 'figures')))}" in caplog.text
     back = convert(mca, "hf")
     for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
         assert (back / name).read_bytes() == (source / name).read_bytes()

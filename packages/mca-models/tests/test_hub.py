@@ -159,7 +159,8 @@ def test_what_an_upload_needs_is_looked_for_before(api, monkeypatch):
             assert str(caught.value) == f"--push_to_hub org/name: {reported}"
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(
-        McaError, match=r"needs the Hub's client; install it with pip install 'mca-convert\[hub\]'"
+        McaError,
+        match=r"needs the Hub's client; install the extra hub of mca-convert \(pip install './packages",
     ):
         require_upload("org/name")
 

@@ -1,6 +1,7 @@
 """``mca-train plan`` as a user runs it. Its figures are tested in ``plan``."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -208,7 +209,7 @@ def test_a_search_goes_on_where_the_fastest_layouts_are_refused(run, first, caps
 
     monkeypatch.setattr(layout_search, "_problems", problems)
     words = ["plan", "sft", run(gradient_accumulation_steps=8), "--gpus", "8", "--search"]
-    assert main([*words, "--json"]) == 0
+    assert main([*words, "--json"]) == (0 if first == 40 else 1)
     found = json.loads(capsys.readouterr().out)
     assert found["checked"] == len(asked) > 40
     assert len(found["layouts"]) == (5 if first == 40 else 0)
@@ -216,11 +217,48 @@ def test_a_search_goes_on_where_the_fastest_layouts_are_refused(run, first, caps
     assert found["refused"][0] == {"problem": "layouts are refused", "layouts": count}
     asked.clear()
     monkeypatch.setattr(layout_search, "_SECONDS", 0.0)
-    assert main(words) == 0
+    assert main(words) == 1
     text = capsys.readouterr().out
     assert "layouts fit, but the 40 fastest have problems:\n  - layouts are refused (40 of them)\n" in text
     assert "other problem" in text
-    assert "take more devices" not in text
+    assert "take" not in text and "compare" not in text
+
+
+@pytest.mark.parametrize(
+    ("gib", "length", "reported"),
+    [
+        (
+            4.001,
+            128,
+            r"alone need .* take 4 devices, set optimizer_cpu_offload: true, or train an adapter \(lora",
+        ),
+        (4.0004, 64, r"alone need 0.0 GiB of each of 2 devices \(0.0 usable\); take 8 devices$"),
+        (4.0025, 1024, "need .* activations do not fit in the rest; take .*, set seq_length: 512"),
+    ],
+)
+def test_a_search_without_a_layout_says_what_would_fit(run, gib, length, reported, capsys):
+    path = run(gradient_accumulation_steps=8, bf16=True, seq_length=length)
+    assert main(["plan", "sft", path, "--gpus", "2", "--search", "--device", f"gib:{gib}"]) == 1
+    assert re.search(
+        f"\nno layout fits: weights, gradients and optimizer {reported}", capsys.readouterr().out, re.M
+    )
+
+
+def test_a_layout_that_nearly_fills_a_device_is_marked(run, capsys):
+    words = [
+        "plan",
+        "sft",
+        run(gradient_accumulation_steps=8, bf16=True),
+        "--gpus",
+        "2",
+        "--search",
+        "--json",
+    ]
+    assert main([*words, "--device", "gib:40"]) == 0
+    needs = json.loads(capsys.readouterr().out)["layouts"][0]["bytes"] / 1024**3
+    for share, is_marked in ((0.97, True), (0.93, False)):
+        assert main([*words[:-1], "--device", f"gib:{4 + needs / share:.9f}"]) == 0
+        assert (" GiB (tight)\n" in capsys.readouterr().out.partition("2. ")[0]) == is_marked
 
 
 def test_plan_of_an_adapter_and_of_a_reference(run, capsys):

@@ -187,6 +187,8 @@ def test_completion_for_another_shell_is_refused(capsys):
         ("max_prompt_length", "at most seq_length tokens"),
         ("pref_ftx", "is called rpo_alpha here"),
         ("plot_loss", "loss.png is drawn"),
+        ("num_layers_per_virtual_pipeline_stage", "num_layers / (pp x that number)"),
+        ("load", "to start from its weights set model_name_or_path"),
         ("global_batch_size", "set gradient_accumulation_steps instead"),
     ],
 )

@@ -178,8 +178,9 @@ def _heads(model: McaModelConfig, layout: ParallelLayout) -> list[str]:
     groups = model.attention.num_query_groups
     if groups % layout.tp and layout.tp % groups:
         problems.append(
-            f"num_query_groups {groups} is neither a multiple nor a divisor of tensor_model_parallel_size {layout.tp}; "
-            "change tensor_model_parallel_size"
+            f"num_query_groups {groups}{_hf_name(model, 'num_key_value_heads')} is neither a multiple nor a divisor of "
+            f"tensor_model_parallel_size {layout.tp}; change tensor_model_parallel_size, for example to "
+            f"{math.gcd(groups, layout.tp)}"
         )
     elif groups < layout.tp and 2 * groups * model.attention.kv_channels % layout.tp:
         problems.append(
@@ -229,7 +230,8 @@ def _dense_mlp(model: McaModelConfig, layout: ParallelLayout) -> list[str]:
     layers = [layer for layer in range(model.num_layers) if model.has_mlp(layer)]
     if all(model.is_moe_layer(layer) for layer in layers):
         return []
-    return _indivisible("ffn_hidden_size", model.mlp.ffn_hidden_size, "tensor_model_parallel_size", layout.tp)
+    width, other = model.mlp.ffn_hidden_size, _hf_name(model, "intermediate_size")
+    return _indivisible("ffn_hidden_size", width, "tensor_model_parallel_size", layout.tp, other)
 
 
 def _mtp(model: McaModelConfig, layout: ParallelLayout) -> list[str]:
@@ -288,8 +290,15 @@ def _sequence(layout: ParallelLayout, seq_length: int, sequence_parallel: bool |
     ]
 
 
-def _indivisible(name: str, value: int, flag: str, size: int) -> list[str]:
+def _hf_name(model: McaModelConfig, key: str) -> str:
+    """Return the name of a size in the model's config.json in parentheses, if it is there."""
+    return f" ({key})" if key in (model.hf_config or {}) else ""
+
+
+def _indivisible(name: str, value: int, flag: str, size: int, other: str = "") -> list[str]:
     if value % size == 0:
         return []
     fitting = next(divisor for divisor in range(min(size, value), 0, -1) if value % divisor == 0)
-    return [f"{name} {value} cannot be divided by {flag} {size}; change {flag}, for example to {fitting}"]
+    return [
+        f"{name} {value}{other} cannot be divided by {flag} {size}; change {flag}, for example to {fitting}"
+    ]

@@ -13,7 +13,7 @@ from mca_config.layout import ParallelLayout, parse_layout
 from mca_config.printable import counted
 
 _REMEDY = (
-    "change pipeline_model_parallel_size or virtual_pipeline_model_parallel_size, or give "
+    "change pipeline_model_parallel_size{} or virtual_pipeline_model_parallel_size, or give "
     "num_layers_in_first_pipeline_stage, num_layers_in_last_pipeline_stage or pipeline_model_parallel_layout"
 )
 
@@ -162,10 +162,16 @@ def _accounted_counts(layout: ParallelLayout, num_layers: int) -> list[int]:
     loss = int(layout.account_for_loss_in_pipeline_split)
     total = num_layers + embedding + loss
     if total % (layout.pp * layout.vpp):
+        fitting = [
+            size
+            for size in range(1, layout.pp)
+            if total % (size * layout.vpp) == 0 and (size > 1 or layout.vpp == 1)
+        ]
+        remedy = _REMEDY.format(f", for example to {fitting[-1]}," if fitting else "")
         note = f" (with embedding or loss counted: {total})" if embedding or loss else ""
         raise McaError(
             f"num_layers {num_layers}{note} cannot be divided into pipeline_model_parallel_size "
-            f"{layout.pp} x virtual_pipeline_model_parallel_size {layout.vpp} equal chunks; {_REMEDY}"
+            f"{layout.pp} x virtual_pipeline_model_parallel_size {layout.vpp} equal chunks; {remedy}"
         )
     counts = [total // (layout.pp * layout.vpp)] * (layout.pp * layout.vpp)
     counts[0] -= embedding

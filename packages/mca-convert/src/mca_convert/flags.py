@@ -34,6 +34,8 @@ def _hint(name: str) -> str:
     """Return a hint about flags of other programs or of training; empty if there is none."""
     if long := SIZE_FIELDS.get(name.lower().removesuffix("_size")):
         return f"; did you mean --{long}?"
+    if name == "json":
+        return "; plan, inspect and verify take --json"
     if name in ("dtype", "torch_dtype", "precision"):
         return "; did you mean --bf16, --fp16 or --fp32?"
     if name in DistributingParallelArguments.__dataclass_fields__ and name not in LAYOUT_FIELDS:

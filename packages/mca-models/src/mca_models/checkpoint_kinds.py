@@ -90,6 +90,14 @@ def _pickled(path: Path) -> Sequence[StoredTensor] | None:
     return pickled_tensors(path)
 
 
+def _adapter_targets(path: Path, kind: CheckpointKind) -> str:
+    """Return the flags of mca-convert that take an adapter."""
+    merged = f"for one merged model: --checkpoint_path BASE --adapter_path {path} --merge"
+    if kind is CheckpointKind.MCA_ADAPTER:
+        return f"{merged}; for a PEFT adapter: --adapter_path {path} without --checkpoint_path"
+    return f"{merged}; for an MCA adapter: --checkpoint_path BASE --adapter_path {path}"
+
+
 def open_checkpoint(path: str | Path, dtype: str | None = None) -> ModelSource:
     """Open a checkpoint of any kind: Hugging Face, MCA, ROLL or Megatron ``torch_dist``. No weight is read yet.
 
@@ -116,9 +124,7 @@ def open_checkpoint(path: str | Path, dtype: str | None = None) -> ModelSource:
     path = Path(path)
     kind = checkpoint_kind(path)
     if kind.is_adapter:
-        raise McaError(
-            f"{path}: an adapter, not a whole model; name its base model as the checkpoint and this as --adapter_path"
-        )
+        raise McaError(f"{path}: an adapter, not a whole model; {_adapter_targets(path, kind)}")
     if kind is CheckpointKind.MCA:
         return McaSource(path)
     if kind is CheckpointKind.HF:

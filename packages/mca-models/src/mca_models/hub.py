@@ -336,11 +336,17 @@ _WHY = {
 }
 
 
+_INSTALL = (
+    "install the extra hub of mca-convert (pip install './packages/mca-convert[hub]' ./packages/mca-config "
+    "./packages/mca-models in a clone)"
+)
+
+
 def _naming(name: str) -> AbstractContextManager[None]:
     """Report errors of a download in one line about ``name``."""
     install = (
-        f"{name}: no such directory; to read models of the Hub install its client (pip install "
-        f"'mca-convert[hub]'), or fetch it: hf download {name} --local-dir <directory>"
+        f"{name}: no such directory; to read models of the Hub {_INSTALL}, or fetch it: hf download {name} "
+        "--local-dir <directory>"
     )
     return _in_one_line(install, f"{name}: no such directory is here, and the Hub answered:", _WHY)
 
@@ -354,7 +360,7 @@ _WHY_NOT_UPLOADED = {
 
 def _naming_upload(name: str) -> AbstractContextManager[None]:
     """Report errors of an upload in one line about ``--push_to_hub name``."""
-    install = f"--push_to_hub {name}: needs the Hub's client; install it with pip install 'mca-convert[hub]'"
+    install = f"--push_to_hub {name}: needs the Hub's client; {_INSTALL}"
     return _in_one_line(install, f"--push_to_hub {name}:", _WHY_NOT_UPLOADED)
 
 

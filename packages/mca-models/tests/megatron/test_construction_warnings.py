@@ -5,10 +5,11 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import transformers
 
 from mca_config.arguments import DistributingParallelArguments
 from mca_config.errors import McaError
-from mca_models.megatron.auto import local_layers_warning, token_distribution_notice
+from mca_models.megatron.auto import AutoModel, local_layers_warning, token_distribution_notice
 from mca_models.megatron.factory.transformer_config import choose_implementation
 from mca_models.megatron.platform import _device
 
@@ -82,3 +83,11 @@ def test_megatrons_variable_stands_before_cuda_is_asked(monkeypatch):
     )
     _device.device_type.__wrapped__()
     assert asked == ["1"]
+
+
+def test_arguments_of_transformers_are_refused():
+    args = transformers.TrainingArguments("unused", use_cpu=True, report_to="none")
+    with pytest.raises(
+        McaError, match=r"args is transformers.TrainingArguments; use mca_config.TrainingArguments"
+    ):
+        AutoModel.from_config(SimpleNamespace(), args)

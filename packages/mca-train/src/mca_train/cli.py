@@ -148,9 +148,13 @@ def _fails_before_imports(
         chosen = from_namespace(PlanOptions, options)
         problems = settings.plan_problems(kind, values, where, chosen)
         sys.stdout.write(chosen.render_impossible(problems) if problems else "")
-        return bool(problems)
+        if problems:
+            return True
     else:
         settings.check_run(kind, values, where)
+        return False
+    if sys.stderr.isatty():
+        sys.stderr.write("loading torch and transformers ...\n")
     return False
 
 

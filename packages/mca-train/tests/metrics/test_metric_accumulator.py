@@ -40,6 +40,11 @@ def test_what_was_not_counted_is_not_reported(signals: MetricAccumulator) -> Non
     assert signals.flush() == {}
 
 
+def test_a_metric_without_a_name_in_the_log_is_refused(signals: MetricAccumulator) -> None:
+    with pytest.raises(McaError, match="metric 'mine' is not in metric_names; add it"):
+        signals.add({"mine": torch.tensor(1.0)}, 1.0)
+
+
 def test_a_best_model_by_what_was_not_counted_is_refused_in_one_line() -> None:
     args: Any = SimpleNamespace(metric_for_best_model="rewards/margins", greater_is_better=True)
     trainer: Any = SimpleNamespace(args=args)

@@ -251,7 +251,12 @@ def _what_else(path: Path) -> str:
         what = f"{counted(len(shards), 'file')} of weights ({shards[0]}, ...)"
         return f"holds {what}, but {INDEX} is missing; fetch it too"
     if any(name == "latest_checkpointed_iteration.txt" or name.startswith("iter_") for name in names):
-        return "looks like a checkpoint of MCA or Megatron, but mca_config.json is missing; put it back there"
+        distributed = [
+            name for name in names if name.startswith("iter_") and has_entry(path / name, ".metadata")
+        ]
+        otherwise = f", or name its {distributed[-1]}" if distributed else ""
+        what = "looks like a checkpoint of MCA or Megatron, but mca_config.json is missing"
+        return f"{what}; put it back there{otherwise}"
     if other := [name for name in names if name.endswith((".gguf", ".pth", ".h5", ".msgpack", ".onnx"))]:
         return f"holds {other[0]}, a format that is not read; take the model's safetensors"
     return f"neither {SINGLE} nor {INDEX} is there; the directory holds no weights"

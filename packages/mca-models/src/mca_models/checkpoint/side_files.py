@@ -155,7 +155,9 @@ def _is_other(name: str) -> bool:
 def _is_left(entry: Path) -> bool:
     """Return whether a folder or file is left behind that may look like a part of the model."""
     if entry.is_dir():
-        return not entry.name.startswith((".", "iter_")) and entry.name not in (*_FOLDERS, *_MEGATRON_FOLDERS)
+        of_a_run = re.fullmatch(r"hf|checkpoint-\d+", entry.name)
+        known = entry.name.startswith((".", "iter_")) or entry.name in (*_FOLDERS, *_MEGATRON_FOLDERS)
+        return not (known or of_a_run)
     return entry.name not in RUN_FILES and entry.name.endswith(_DATA)
 
 

@@ -150,6 +150,9 @@ def _build(
     seed: int,
     source: Path | None,
 ) -> VirtualModels:
+    if not hasattr(args, "layout"):  # such as transformers.TrainingArguments
+        given = f"{type(args).__module__.partition('.')[0]}.{type(args).__name__}"
+        raise McaError(f"args is {given}; use mca_config.TrainingArguments")
     if notice := passthrough_notice(config):
         _log.warning("%s", notice)
     config = without_passthrough(config)

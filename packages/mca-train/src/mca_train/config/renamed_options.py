@@ -40,7 +40,7 @@ _SET = {
     "save_steps": "save_interval",
     "eval_steps": "eval_interval",
     "logging_steps": "log_interval",
-    "resume_from_checkpoint": "load resume",
+    "resume_from_checkpoint": "resume",
     "tensor_model_parallel_size": "tp tp_size",
     "pipeline_model_parallel_size": "pp pp_size",
     "virtual_pipeline_model_parallel_size": "vpp vpp_size",
@@ -86,6 +86,11 @@ _ANOTHER_WAY = {
     "beta": "each job has its own: set dpo_beta or kto_beta instead",
     "loss_type": "set dpo_loss instead; kto has one loss, there remove the key",
     "warmup_ratio": "set warmup_steps: below 1 it is a fraction of the run",
+    "num_layers_per_virtual_pipeline_stage": "set virtual_pipeline_model_parallel_size: "
+    "num_layers / (pp x that number)",
+    "recompute_activations": "set recompute_granularity: selective",
+    "make_vocab_size_divisible_by": "the vocabulary is padded for the layout, whatever its size; remove the key",
+    "load": "to start from its weights set model_name_or_path, to continue a run of mca set resume_from_checkpoint",
     "global_batch_size": "a step takes per_device_train_batch_size x gradient_accumulation_steps x data-parallel size "
     "samples; set gradient_accumulation_steps instead",
 }

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from mca_config.errors import McaError
 from mca_config.types import JsonObject, Values
 from mca_models.megatron import platform
 from mca_train import groups
@@ -98,7 +99,14 @@ class MetricAccumulator:
         self._steps = StepRows(2 * len(names) + len(extremes))
 
     def add(self, sums: Mapping[str, Tensor], count: Tensor | float | Mapping[str, Tensor]) -> None:
-        """Add this rank's sums by name, each over ``count`` items, or over a count per name."""
+        """Add this rank's sums by name, each over ``count`` items, or over a count per name.
+
+        Raises:
+            McaError: A name has no metric.
+        """
+        for name in sums:
+            if name not in self.names:
+                raise McaError(f"metric '{name}' is not in metric_names; add it")
         values = torch.stack([sums[name].detach().double() for name in self.names])
         if isinstance(count, Mapping):
             count = torch.stack([count[name].double() for name in self.names])

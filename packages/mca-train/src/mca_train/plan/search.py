@@ -199,7 +199,7 @@ def fitting_layouts(
     tried = []
     overlap = {name: True for name in OVERLAPS[0] if getattr(training, name)}
     again = recomputations(plan_input, training)
-    for layout, keys in _candidates(plan_input, batch, gpus, hardware.device.node, again):
+    for layout, keys in candidates(plan_input, batch, gpus, hardware.device.node, again):
         if not allowed(layout):
             continue
         changes = overlap | keys
@@ -257,9 +257,10 @@ def recomputations(plan_input: PlanInput, training: "TrainingArguments") -> tupl
     return {"recompute_granularity": None}, *([some] if modules else []), FULL
 
 
-def _candidates(
+def candidates(
     plan_input: PlanInput, batch: int, gpus: int, node: int, recomputations: tuple[JsonObject, ...]
 ) -> Iterator[tuple[ParallelLayout, JsonObject]]:
+    """Yield the valid layouts with their keys, for each micro-batch size and each of the ``recomputations``."""
     for layout in _layouts(plan_input, gpus, node):
         data = gpus // layout.model_parallel_size
         for size in _MICRO_BATCHES:

@@ -94,7 +94,7 @@ _COMMANDS = {
         "and which layout is fastest; needs no GPU",
         text="Shows what a run would need: ranks, layers, parameters, memory of each stage, bubble, batch. Reads the "
         "model's config.json, but no weights and no data, and needs no GPU. Ends with exit code 2 if no machine could "
-        f"make the run. {_KIND}{_KEYS}",
+        f"make the run, with 1 if --search finds no layout. {_KIND}{_KEYS}",
         flags=_plan_flags,
         examples=(
             "plan sft run.yaml --gpus 16 --device h100-80",

@@ -28,6 +28,8 @@ SCHEMA, VERSION = "mca-train/search", 1
 _SHOWN = 5
 _COMPARED = 40
 """Number of layouts that pass the check and whose steps are predicted in full."""
+_TIGHT = 0.95
+"""Share of the usable memory above which a layout is marked, because the plan is a prediction."""
 _SECONDS = 10.0
 """Processor seconds after which at most `_COMPARED` layouts are checked."""
 
@@ -142,15 +144,15 @@ def _problems(
     return check(task, settings, lambda *_: gpus, target).impossible
 
 
-def render(best: Best, batch: int, gpus: int, hardware: Hardware) -> str:
-    """Return the layouts as text."""
+def render(best: Best, batch: int, gpus: int, hardware: Hardware, shortage: str | None) -> str:
+    """Return the layouts as text; ``shortage``: the message about a search without any layout that fits."""
     device, found = hardware.device, best.layouts
     lines = [
         f"search       {gpus} x {device.name}, {counted(batch, 'sample')} a step, {device.usable_gib:.1f} GiB usable",
         "",
     ]
     if not found:
-        lines += _explain_no_layout(best)
+        return "\n".join([*lines, *([shortage] if shortage else _refusals(best))]) + "\n"
     for number, one in enumerate(found, 1):
         lines += [
             f"{number}. {one.layout}: {one.time.total:.2f} s a step, {one.speed:,.0f} tokens/s and device",
@@ -165,9 +167,7 @@ def render(best: Best, batch: int, gpus: int, hardware: Hardware) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _explain_no_layout(best: Best) -> list[str]:
-    if not best.checked:
-        return ["no layout fits; take more devices, a smaller seq_length, or optimizer_cpu_offload: true"]
+def _refusals(best: Best) -> list[str]:
     which = f"the {best.checked} fastest" if best.cut else f"all {best.checked}"
     lines = [f"layouts fit, but {which} have problems:"]
     lines += [f"  - {problem} ({count} of them)" for problem, count in best.refused.most_common(_SHOWN)]
@@ -190,7 +190,8 @@ def _reason(one: TimedLayout, best: TimedLayout, usable: float) -> str:
         f"{name} {seconds / total:.0%}" for name, seconds in parts.items() if seconds > 0.005 * total
     )
     slower = "" if one is best else f"; {total / best.time.total - 1:.0%} slower than the first"
-    return f"{shares}; {one.needs / GIB:.1f} of {usable:.1f} GiB{slower}"
+    tight = " (tight)" if one.needs > _TIGHT * usable * GIB else ""
+    return f"{shares}; {one.needs / GIB:.1f} of {usable:.1f} GiB{tight}{slower}"
 
 
 def document(best: Best, batch: int, gpus: int, hardware: Hardware) -> JsonObject:

@@ -19,10 +19,11 @@ from mca_train.config.run_config import Settings, with_directories
 from mca_train.plan.audio_memory import PlannedMedia
 from mca_train.plan.chunks import Implementation
 from mca_train.plan.hardware import Hardware, load_hardware
-from mca_train.plan.memory import Plan, plan_layout
+from mca_train.plan.memory import Plan, PlanInput, plan_layout
 from mca_train.plan.options import PlanOptions
 from mca_train.plan.report import plan_document, render, render_remedies
 from mca_train.plan.search import OVERLAPS, Remedy, find_remedies, stages_over_limit, with_changes
+from mca_train.plan.shortage import LORA_RANK, explain_shortage
 from mca_train.run import layout_search
 from mca_train.run.logs import silent_arguments
 from mca_train.run.plan_input import make_image_check, make_plan_input, planned_media
@@ -57,7 +58,9 @@ _UNWRITTEN = "runs/plan"
 
 
 def print_plan(task: Task | None, values: Values, where: str, options: PlanOptions) -> int:
-    """Print the plan of a configuration file and return the exit code, 2 if the run is impossible.
+    """Print the plan of a configuration file and return the exit code.
+
+    It is 2 if the run is impossible, and 1 if a search finds no layout.
 
     Args:
         task: The kind of run; None: inferred from the keys.
@@ -125,9 +128,32 @@ def _search(task: Task, values: Values, settings: Settings, options: PlanOptions
     if options.json:
         sys.stdout.write(json.dumps(layout_search.document(found, batch, gpus, hardware), indent=2) + "\n")
     else:
-        text = layout_search.render(found, batch, gpus, hardware) + media.explanation()
+        shortage = None
+        if not found.checked:
+            adapted = _with_adapter(task, values, settings.where, hardware, gpus, media)
+            shortage = explain_shortage(
+                plan_input, settings.training, batch, gpus, hardware, media.allow, adapted
+            )
+        text = layout_search.render(found, batch, gpus, hardware, shortage) + media.explanation()
         sys.stdout.write(_first_line(task, named=named) + text)
-    return 0
+    return 0 if found.layouts else 1
+
+
+def _with_adapter(
+    task: Task, values: Values, where: str, hardware: Hardware, gpus: int, media: "_Media"
+) -> PlanInput | None:
+    """Return the input of the plan of an adapter; None: the run has one, or cannot train one."""
+    if values.get("lora_rank") or values.get("adapter_name_or_path"):
+        return None
+    adapter = {**layout_search.with_one_rank(values), "lora_rank": LORA_RANK}
+    try:
+        settings, findings = _possible(task, adapter, where, hardware, gpus)
+    except McaError:
+        return None
+    if findings.impossible or findings.run is None:
+        return None
+    implementation = _implementation(settings, hardware)
+    return make_plan_input(findings.run, implementation, hardware.device, media=media.counted)
 
 
 def _possible(

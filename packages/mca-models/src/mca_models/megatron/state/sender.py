@@ -94,7 +94,8 @@ class WeightManifest:
         if self.base_version is not None and version != self.base_version:
             raise McaError(
                 f"the weights of version {self.version} are changes to version {self.base_version}, the receiver has "
-                f"{version}; send all weights with buckets(full=True)"
+                f"{version}; send all weights with buckets(full=True), "
+                "or pass check(..., version=<the version that the receiver holds>)"
             )
         expected = {(record.name, record.start): record for record in self.tensors}
         problems: list[str] = []
