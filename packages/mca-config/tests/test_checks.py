@@ -191,7 +191,7 @@ def test_sequences_and_worlds_are_checked() -> None:
     assert "multiple of 2, which tensor_model_parallel_size (with sequence_parallel)" in problem
     assert check_layout(model(), layout(tp=2), None, 101) == []
     assert len(check_layout(model(), layout(tp=2), None, 101, sequence_parallel=True)) == 1
-    assert "6 processes" in check_layout(model(), layout(tp=2, pp=2), 6)[0]
+    assert "6 ranks" in check_layout(model(), layout(tp=2, pp=2), 6)[0]
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ def test_all_problems_come_at_once() -> None:
         require_layout(model(num_layers=30, ffn_hidden_size=127), layout(tp=16, pp=4, ep=2), 7, 101)
     text = str(error.value)
     assert text.startswith("llama cannot be laid out as tp 16 pp 4 ep 2 etp 16: ")
-    for words in ("num_layers 30", "num_attention_heads", "ffn_hidden_size", "no experts", "7 processes"):
+    for words in ("num_layers 30", "num_attention_heads", "ffn_hidden_size", "no experts", "7 ranks"):
         assert words in text
 
 

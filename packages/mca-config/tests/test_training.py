@@ -341,7 +341,7 @@ def test_batch_sizes_count_replicas_not_processes(monkeypatch: pytest.MonkeyPatc
     assert args.global_train_batch_size == 3 * 5 * 4
     assert args.global_eval_batch_size == 16
     monkeypatch.setattr(transformers.TrainingArguments, "world_size", 6)
-    with pytest.raises(McaError, match="6 processes"):
+    with pytest.raises(McaError, match="6 ranks"):
         args.data_parallel_size  # noqa: B018
 
 

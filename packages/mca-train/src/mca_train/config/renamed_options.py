@@ -89,7 +89,7 @@ _ANOTHER_WAY = {
     "num_layers_per_virtual_pipeline_stage": "set virtual_pipeline_model_parallel_size: "
     "num_layers / (pp x that number)",
     "recompute_activations": "set recompute_granularity: selective",
-    "make_vocab_size_divisible_by": "the vocabulary is padded for the layout, whatever its size; remove the key",
+    "make_vocab_size_divisible_by": "vocabularies of any size are padded for the layout; remove the key",
     "load": "to start from its weights set model_name_or_path, to continue a run of mca set resume_from_checkpoint",
     "global_batch_size": "a step takes per_device_train_batch_size x gradient_accumulation_steps x data-parallel size "
     "samples; set gradient_accumulation_steps instead",
