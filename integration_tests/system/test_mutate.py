@@ -73,9 +73,11 @@ def test_what_only_shows_or_guards_gets_no_fault(tmp_path):
 
 def test_equivalent_faults_are_not_drawn(tmp_path, monkeypatch):
     path = "packages/mca-train/src/mca_train/losses/token_loss.py"
+    listed = tmp_path / "equivalent.json"
+    listed.write_text("{}")
+    monkeypatch.setattr(mutate, "EQUIVALENT", listed)
     (first, *others) = mutate.candidates([path])
-    (tmp_path / "equivalent.json").write_text(json.dumps({first.identity: "a reason"}))
-    monkeypatch.setattr(mutate, "EQUIVALENT", tmp_path / "equivalent.json")
+    listed.write_text(json.dumps({first.identity: "a reason"}))
     assert mutate.candidates([path]) == others
 
 
@@ -89,7 +91,7 @@ def test_a_fault_keeps_its_identity_when_lines_move(tmp_path):
 
 
 def test_a_draw_takes_every_subject_and_repeats_itself():
-    found = mutate.candidates(["*/engine/[a-m]*", "*/losses/[a-d]*", "*/mca_config/layout.py"])
+    found = mutate.candidates(["*/engine/[a-m]*", "*/losses/m*", "*/mca_config/layout.py"])
     some = mutate.drawn(found, 12, seed=3)
     assert some == mutate.drawn(reversed(found), 12, seed=3) != mutate.drawn(found, 12, seed=4)
     assert Counter(mutate.subject_of(each.path) for each in some) == {"layout": 4, "losses": 4, "engine": 4}
