@@ -32,8 +32,8 @@ from mca_train.config.run_config import Settings, has_hub_ids, with_directories
 from mca_train.data.scoring import padding_token
 from mca_train.launch import environment, failures, launcher
 from mca_train.launch.environment import LISTENER, join
-from mca_train.launch.failures import raising_on_signals
 from mca_train.launch.launcher import scratch_folder
+from mca_train.launch.signals import raising_on_signals
 from mca_train.run.inputs import Inputs, prepare_inputs
 from mca_train.run.logs import quiet_libraries, set_log_levels, silent_arguments
 from mca_train.run.record import best_step, plot_losses, summary, write_record
