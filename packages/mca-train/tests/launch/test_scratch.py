@@ -52,7 +52,7 @@ def test_what_a_killed_run_left_is_removed_by_the_next_one_and_nothing_else(plac
     assert len(list(place.iterdir())) == len(names) + 1
     with caplog.at_level("INFO"), scratch_folder():
         pass
-    assert caplog.messages == [], "a leftover in the temporary directory concerns nobody"
+    assert caplog.messages == [], "a leftover in the temporary directory is no news for a user"
     assert sorted(path.name for path in place.iterdir()) == sorted(names)
 
 

@@ -122,7 +122,7 @@ class MergedSource(ModelSource):
         return cast if cast and own in DTYPE_NAMES and (cast == "F32" or not param.keep_fp32) else own
 
     def stored(self, param: Param, number: int) -> TensorInfo | ComputedTensor:
-        """What the base model has of HF tensor ``param.hf[number]``; its embedding in place of a head."""
+        """Return the base model's HF tensor ``param.hf[number]``; its embedding in place of a head."""
         if param.mca_name() in self._new:
             param, number = self.base.params[0], 0
         parts = self.base.parts(param)

@@ -43,7 +43,7 @@ class PlainTokens(ImageTokens):
 
     Args:
         context: Image processor and model.
-        length: Placeholders of an image or a tile; None: as many as the family's tower makes.
+        length: Placeholders of an image or a tile; None: the number that the family's tower makes.
     """
 
     def __init__(self, context: MediaContext, length: int | None = None) -> None:

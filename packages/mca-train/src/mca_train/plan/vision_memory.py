@@ -537,9 +537,8 @@ def plan_videos(
             f"--videos: a {config.model_type} model takes no videos, or this kind of run supports none; remove --videos"
         )
     _require_side(config, tower, pixels)
-    side = tower.tile if family.tokens_per_frame is not None else None  # None: frames are as large as images
-    if tower.form == "pooled":
-        side = isqrt(FRAME_TOKENS) * tower.patch * tower.merge
+    pooled = isqrt(FRAME_TOKENS) * tower.patch * tower.merge if tower.form == "pooled" else None
+    side = pooled or (tower.tile if family.tokens_per_frame is not None else None)  # None: that of images
     if side and pixels not in (None, side) and not with_images:
         raise UsageError(
             f"--image_size {pixels}: frames of {config.model_type} are all of {side} pixels; leave it out"
