@@ -37,7 +37,7 @@ SIZES = (
     Field("layernorm_epsilon", "layer_norm_epsilon", 1e-5),
     Field("init_method_std", "initializer_range", 0.1),
     Field("tie_word_embeddings", "tie_word_embeddings"),
-    Field("pad_token_id", "pad_token_id", None),
+    # no pad_token_id: to the embedding of transformers' models a padding token is like any other
 )
 CONFIG = ConfigTable(
     fields=(
@@ -48,7 +48,7 @@ CONFIG = ConfigTable(
         Field("scan_conv_bias", "use_conv_bias", True),
     ),
     defaults={
-        **{"num_hidden_layers": 32, "hidden_size": 768, "vocab_size": 50280, "pad_token_id": 0},
+        **{"num_hidden_layers": 32, "hidden_size": 768, "vocab_size": 50280},
         "tie_word_embeddings": True,
     },
     constants={
@@ -119,7 +119,7 @@ MAMBA2 = Family(
             ),
         ),
         defaults={
-            **{"num_hidden_layers": 64, "hidden_size": 4096, "vocab_size": 32768, "pad_token_id": 1},
+            **{"num_hidden_layers": 64, "hidden_size": 4096, "vocab_size": 32768},
             **{"num_heads": 128, "n_groups": 8, "tie_word_embeddings": False},
         },
         constants={key: value for key, value in CONFIG.constants.items() if key != "scan_norm"},
