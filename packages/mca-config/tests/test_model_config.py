@@ -293,3 +293,17 @@ def test_each_problem_of_a_section_is_one_line() -> None:
     with pytest.raises(McaError) as error:
         McaModelConfig.from_dict(wrong, "some/mca_config.json")
     assert ["kv_chanels" in line for line in list_problems(error.value)] == [True, False], error.value
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ("num_layer", "a model has no field 'num_layer'; did you mean 'num_layers'?"),
+        ("add_qkv_bia", "a model has no field 'add_qkv_bia'; did you mean 'add_qkv_bias'?"),
+        ("xyz", "a model has no field 'xyz'; mca_config/model has all fields"),
+    ],
+)
+def test_an_unknown_field_is_named(field: str, message: str) -> None:
+    with pytest.raises(McaError) as error:
+        McaModelConfig.from_fields(**SIZES, **{field: 1})
+    assert str(error.value) == message

@@ -190,8 +190,9 @@ LATEST: dict[str, tuple[str, dict[str, Any]]] = {
     "bailing_hybrid": (
         "bailing_hybrid",
         {
-            **{**GROUPED, **LATENT, "num_local_experts": 4, "head_dim": 8, "layer_group_size": 2},
+            **{**GROUPED, **LATENT, "q_lora_rank": None, "num_local_experts": 4, "head_dim": 8},
             **{"short_conv_kernel_size": 3, "kda_lower_bound": -2.5, "eos_token_id": 1, "num_mtp_layers": 0},
+            "layer_group_size": 2,
             "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
         },
     ),
@@ -199,7 +200,7 @@ LATEST: dict[str, tuple[str, dict[str, Any]]] = {
         "bailing_hybrid",
         {
             **{**GROUPED, **LATENT, "num_local_experts": 4, "head_dim": 8, "kda_safe_gate": False},
-            **{"n_group": 1, "eos_token_id": 1, "num_mtp_layers": 0},
+            **{"q_lora_rank": None, "n_group": 1, "eos_token_id": 1, "num_mtp_layers": 0},
             "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"],
         },
     ),
@@ -239,6 +240,16 @@ LATEST: dict[str, tuple[str, dict[str, Any]]] = {
             **{"time_step_limit": [0.6, math.inf], "layer_norm_epsilon": 1e-3},
         },
     ),
+    "bailing_hybrid-compressed": (
+        "bailing_hybrid",
+        {
+            **{**GROUPED, **LATENT, "num_local_experts": 4, "head_dim": 8, "layer_group_size": 2},
+            **{"eos_token_id": 1, "num_mtp_layers": 0},
+        },
+    ),
+    "exaone": ("exaone", {"head_dim": 8}),
+    "sarvam_moe": ("sarvam_moe", GROUPED),
+    "sarvam_mla": ("sarvam_mla", {**GROUPED, **LATENT, "q_lora_rank": None}),
 }
 
 

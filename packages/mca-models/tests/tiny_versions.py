@@ -15,6 +15,8 @@ NEEDED = {
     "iquestcoder": ("5.23", "has no such model"),
     "internlm3": ("5.23", "has no such model"),
     "bailing_hybrid": ("5.23", "has no such model"),
+    "bailing_hybrid-compressed": ("5.24", "does not know q_lora_rank"),
+    **dict.fromkeys(("exaone", "sarvam_moe", "sarvam_mla"), ("5.24", "has no such model")),
     "flint": ("5.21", "has no such model"),
     "minimax_m2": ("5.18", "does not read rotary_dim"),
     "minimax_m3_vl": ("5.22", "saves MLPs under the name of experts"),

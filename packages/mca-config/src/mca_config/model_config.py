@@ -170,6 +170,10 @@ class McaModelConfig:
             McaError: Values are out of range or contradict each other; the message names all of them.
         """
         own, groups = group_fields(values)
+        known = cls.__dataclass_fields__
+        if unknown := next((name for name in own if name not in known), None):
+            near = suggestion(unknown, [*known, *SECTION_OF], "mca_config/model has all fields")
+            raise McaError(f"a model has no field {unknown!r}{near}")
         made: JsonObject = {}
         problems: list[str] = []
         for name, group in groups.items():

@@ -78,3 +78,9 @@ def test_errors_say_why(kind: str) -> None:
     with pytest.raises(McaError, match="is not supported: ") as error:
         config_from_hf({"model_type": kind})
     assert str(error.value).endswith(REFUSED[kind])
+
+
+def test_a_listed_type_without_a_file_is_told_from_an_unknown_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(FAMILIES, "llama")
+    with pytest.raises(McaError, match="'llama' has no file; add it to FILES of"):
+        config_from_hf({"model_type": "llama"})

@@ -58,7 +58,7 @@ FILES = {
     "deepseek": "axk1 deepseek_v2 deepseek_v3 deepseek_v32 deepseek_vl kimi_k2 youtu",
     "dots1": "dots1",
     "ernie": "ernie4_5 ernie4_5_moe",
-    "exaone": "exaone4 exaone4_5 exaone_moe",
+    "exaone": "exaone exaone4 exaone4_5 exaone_moe",
     "falcon": "falcon falcon_h1",
     "flint": "flint",
     "gemma": "gemma gemma2 gemma3 gemma3_text vaultgemma",
@@ -94,6 +94,7 @@ FILES = {
     "qwen3_5": "qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next",
     "qwen3_vl": "qwen3_vl qwen3_vl_moe",
     "qwen_omni": "qwen2_5_omni qwen2_5_omni_thinker qwen3_asr qwen3_omni_moe qwen3_omni_moe_thinker",
+    "sarvam": "sarvam_mla sarvam_moe",
     "whisper_like": "audioflamingo3 glmasr qwen2_audio voxtral",
 }
 """The types of each file of this package that has families."""

@@ -106,7 +106,7 @@ FAMILY = with_mtp_passthrough(
         config=ConfigTable(
             fields=(
                 *(field for field in dense_fields() if field.mca not in _OWN_KEYS),
-                *(field for field in LATENT_FIELDS if field.mca != "q_lora_rank"),
+                *LATENT_FIELDS,
                 SCALED,
                 Field("max_position_embeddings", "model_max_length", 1 << 18),
                 Field("num_moe_experts", "num_experts"),

@@ -25,6 +25,7 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
         "the same; sliding-window attention with unscaled RoPE in three of four layers",
         "our norms and RoPE",
     ),
+    "exaone": ("EXAONE 3: Llama under other names in files", "Megatron's"),
     "exaone4": ("post-norm; RoPE only in sliding-window layers", "our norms"),
     "gemma2": (
         "soft-capped scores and logits, alternating sliding windows, pre- and post-norms, zero-centered",
@@ -43,6 +44,11 @@ SUPPORTED: Mapping[str, tuple[str, str]] = {
     "deepseek_v3": ("V3, R1: MLA, group-limited sigmoid routing, MTP", "Megatron's"),
     "glm4_moe_lite": ("GLM 4.7 Flash: the same, dense layers anywhere", "Megatron's"),
     "axk1": ("A.X K1: DeepSeek V3's layers, a norm after MoE layers", "Megatron's, our norms"),
+    "sarvam_moe": (
+        "Sarvam 30B: `glm4_moe` with one tensor for q, k, v and RoPE of whole heads",
+        "Megatron's",
+    ),
+    "sarvam_mla": ("Sarvam 105B: `deepseek_v3` without MTP", "Megatron's"),
     "deepseek_v2": ("V2, Lite: MLA; groups chosen by their best expert", "Megatron's, our router"),
     "gpt_oss": (
         "attention sinks, alternating sliding windows, experts with biases and clamped SwiGLU",
@@ -307,7 +313,7 @@ _REASONS: Mapping[str, str] = {
     "embeddings of the tokens": "zamba zamba2",
     "short convolutions in place of attention, or before it": ("inkling2_text inkling_text zaya"),
     "two kinds of MLA, with an indexer and with a sliding window": "dots3_note_text",
-    INDEXER + ", and several residual streams": "hy_v4",
+    INDEXER + ", and several residual streams": "hy_v4 hy_v4_vl",
     INDEXER + ", n-gram embeddings and gated residuals": "qwen4_exp_text",
     "an indexer over compressed keys, hash routing, several residual streams": ("deepseek_v4"),
     "a multimodal model; its text part is not extracted": (
@@ -321,7 +327,9 @@ _REASONS: Mapping[str, str] = {
         "molmo2"
     ),
     "the model of `got_ocr2`, with a chat template that writes all placeholders of an image": "pp_chart2table",
-    "audio": ("fun_asr_nano inkling_mm_model kyutai_speech_to_text muse_spark nemo_speechlm vibevoice_asr"),
+    "audio": (
+        "fun_asr_nano inkling_mm_model kyutai_speech_to_text muse_spark nemo_speechlm omniasr vibevoice_asr"
+    ),
     "an audio encoder with batch norms, whose statistics are of the clips of a batch and change in training; a "
     "Q-Former; an adapter for rows with audio in published files": ("granite_speech granite_speech_plus"),
     "audio added to the embedding of each token, and norms that depend on the delay of the text": (
@@ -348,7 +356,7 @@ _REASONS: Mapping[str, str] = {
     "a Q-Former between the vision model and the text part": (
         "blip-2 granite4_vision instructblip instructblipvideo"
     ),
-    "images as tokens of a codebook": "chameleon janus",
+    "images as tokens of a codebook": "apertus1p5 chameleon janus",
     "cross-attention to the features of an image or a protein": "blip evolla idefics mllama",
     "an encoder-decoder model": (
         "florence2 pix2struct pp_formulanet t5gemma2 udop vision-encoder-decoder canary cohere_asr dia moonshine "
@@ -364,10 +372,12 @@ _REASONS: Mapping[str, str] = {
     "mixture of attention heads": "jetmoe",
     "differential attention": "diffllama",
     "dynamic mask attention": "doge",
+    "an output layer with fewer rows than the embedding": "apertus1p5_text",
     "ternary weights, with norms inside attention and MLP": "bitnet",
     "byte latent transformer with dynamic patches": "blt",
     "`clip_qkv` with MoE": "dbrx",
-    "recurrent depth: layers run several times": "hrm_text",
+    "recurrent depth: layers run several times": "dory hrm_text inkling2_loop inkling2_loop_text",
+    "gated delta net of separate norms, sliding windows and attention without RoPE in turns": "lara_mini",
     "learned residual weights in each layer": "beam",
     "routing by biased logits with sigmoid gates": "kolibri1",
     "a prediction head (projection and norm) before the output layer": "modernbert-decoder",
@@ -382,4 +392,8 @@ def unsupported(model_type: str) -> McaError:
     """The error for a model of a family that is not supported."""
     if model_type in REFUSED:
         return McaError(f"model_type {model_type!r} is not supported: {REFUSED[model_type]}")
+    if model_type in SUPPORTED:
+        return McaError(
+            f"model_type {model_type!r} has no file; add it to FILES of mca_models/templates/__init__.py"
+        )
     return McaError(f"model_type {model_type!r} is not supported; supported: {', '.join(sorted(SUPPORTED))}")

@@ -1,14 +1,14 @@
-"""EXAONE 4 and 4.5, and K-EXAONE."""
+"""EXAONE 3, 4 and 4.5, and K-EXAONE."""
 
 from dataclasses import replace
 from functools import partial
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
-from mca_models.templates.config_table import SILU, ConfigTable, HfConfig, dense_fields
+from mca_models.templates.config_table import SILU, SWIGLU_WITHOUT_BIASES, ConfigTable, HfConfig, dense_fields
 from mca_models.templates.family import Family, by_type
 from mca_models.templates.lens import Lens
-from mca_models.templates.parts.common import dense_layers
+from mca_models.templates.parts.common import dense_layers, renamed
 from mca_models.templates.parts.moe import (
     NORMALISED,
     SCALED,
@@ -37,6 +37,44 @@ from mca_models.templates.parts.vision_tower import (
     repeat_shapes,
 )
 from mca_models.templates.parts.vision_values import vision_values
+from mca_models.weights import Param
+
+# EXAONE 3: HF `LlamaForCausalLM` of type `exaone`: Llama under other names in files.
+MODULES = "module_names"
+FILES = {
+    **{".self_attn.o_proj": ".attn.attention.out_proj", ".self_attn.": ".attn.attention."},
+    **{".input_layernorm": ".ln_1", ".post_attention_layernorm": ".ln_2"},
+    **{".mlp.gate_proj": ".mlp.c_fc_0", ".mlp.up_proj": ".mlp.c_fc_1", ".mlp.down_proj": ".mlp.c_proj"},
+}
+OUTER_FILES = {
+    "model.embed_tokens": "transformer.wte",
+    "model.layers": "transformer.h",
+    "model.norm": "transformer.ln_f",
+}
+
+
+def llama_params(config: McaModelConfig) -> list[Param]:
+    """Every parameter of EXAONE 3, in checkpoint order."""
+    rules = dense_layers(config)
+    return rules if config.extra.get(MODULES) else renamed(renamed(rules, FILES), OUTER_FILES)
+
+
+EXAONE = Family(
+    model_type="exaone",
+    architecture="LlamaForCausalLM",
+    config=ConfigTable(
+        fields=dense_fields(eps=1e-5),
+        defaults={"num_key_value_heads": 8, "rope_theta": 5e5, "pad_token_id": 0},
+        fixed=SWIGLU_WITHOUT_BIASES,
+        aliases={
+            **{"num_layers": "num_hidden_layers", "layer_norm_epsilon": "rms_norm_eps"},
+            "activation_function": "hidden_act",
+        },
+    ),
+    params=llama_params,
+    module_names={MODULES: True},
+)
+
 
 # EXAONE 4: HF `Exaone4ForCausalLM`: post-norms; RoPE only in sliding-window layers.
 EXAONE4 = Family(
@@ -123,4 +161,4 @@ EXAONE4_5 = vision_language_family(
     assumed=True,
 )
 
-FAMILIES = by_type(EXAONE4, EXAONE_MOE, EXAONE4_5)
+FAMILIES = by_type(EXAONE, EXAONE4, EXAONE_MOE, EXAONE4_5)
