@@ -7,6 +7,7 @@ depend on the caller, so a merged model is the same for every order and size of 
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 from pathlib import Path
 
@@ -154,7 +155,7 @@ class MergedSource(ModelSource):
     def factors_on(self, param: Param, number: int) -> "Iterator[tuple[LoraFactors, NumpyArray, slice]]":
         """The factors on one HF tensor, the rows of lora_B that matter, and the rows that they change.
 
-        Adapter and base may see the experts otherwise: each module its own tensor, or gate and up in one.
+        Adapter and base may see a linear otherwise: each module its own tensor, or q, k and v, or gate and up, in one.
         """
         for pair in self.adapter.factors_by_name.get(param.mca_name(), ()):
             b = pair.b.from_full(self.adapter.read(pair.b))[0]
@@ -163,10 +164,17 @@ class MergedSource(ModelSource):
                 if pair.target.part == number:
                     yield pair, b, slice(0, len(b))
             elif mine == 1:  # the adapter's parts are rows of this one tensor
-                yield pair, b, slice(pair.target.part * len(b), (pair.target.part + 1) * len(b))
+                base = pair.target.base
+                yield pair, b, _rows_of(base, full_shape(base, self.adapter.model), pair.target.part)
             else:  # this tensor is some rows of the adapter's one
-                rows = len(b) // mine
-                yield pair, b[number * rows : (number + 1) * rows], slice(0, rows)
+                rows = _rows_of(param, self.full_shape(param), number)
+                yield pair, b[rows], slice(0, rows.stop - rows.start)
+
+
+def _rows_of(param: Param, full: Shape, number: int) -> slice:
+    """Return the rows of HF tensor ``param.hf[number]`` in all of them one after the other."""
+    ends = list(accumulate(shape[0] for shape in param_part_shapes(param, full, HF)))
+    return slice(ends[number - 1] if number else 0, ends[number])
 
 
 def _head(model: McaModelConfig) -> Head:

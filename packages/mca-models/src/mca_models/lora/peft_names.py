@@ -23,7 +23,7 @@ _HEAD_TASKS = ("SEQ_CLS", "TOKEN_CLS")
 FUSING_MODEL_TYPES = frozenset(
     "afmoe cohere2_moe deepseek_v2 deepseek_v3 deepseek_v32 dots1 ernie4_5_moe exaone_moe flex_olmo glm4_moe "
     "glm4_moe_lite glm4v_moe glm_moe_dsa hunyuan_v1_moe longcat_flash mellum minimax minimax_m2 mixtral olmoe "
-    "qwen3_moe qwen3_next qwen3_omni_moe qwen3_omni_moe_thinker solar_open".split()
+    "qwen3_moe qwen3_next qwen3_omni_moe qwen3_omni_moe_thinker sarvam_mla solar_open".split()
 )
 """Types of models in which PEFT turns names of routed experts' linears into those of their stacked weights."""
 EXPERT_LINEARS = frozenset("gate gate_proj up_proj down_proj w1 w2 w3".split())
