@@ -238,10 +238,13 @@ def test_a_search_goes_on_where_the_fastest_layouts_are_refused(run, first, caps
 )
 def test_a_search_without_a_layout_says_what_would_fit(run, gib, length, reported, capsys):
     path = run(gradient_accumulation_steps=8, bf16=True, seq_length=length)
-    assert main(["plan", "sft", path, "--gpus", "2", "--search", "--device", f"gib:{gib}"]) == 1
-    assert re.search(
-        f"\nno layout fits: weights, gradients and optimizer {reported}", capsys.readouterr().out, re.M
-    )
+    words = ["plan", "sft", path, "--gpus", "2", "--search", "--device", f"gib:{gib}"]
+    assert main(words) == 1
+    text = capsys.readouterr().out
+    assert re.search(f"\nno layout fits: weights, gradients and optimizer {reported}", text, re.M)
+    if length == 64:
+        assert main([*words, "--json"]) == 1
+        assert text.endswith(json.loads(capsys.readouterr().out)["shortage"] + "\n")
 
 
 def test_a_layout_that_nearly_fills_a_device_is_marked(run, capsys):

@@ -1,7 +1,9 @@
 """The errors that users see, all subclasses of `McaError`, and functions that join several problems into one error."""
 
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 
 from mca_config.redaction import redacted
 
@@ -20,6 +22,23 @@ class McaError(ValueError):
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(redacted(arg) if isinstance(arg, str) else arg for arg in args))
+
+
+class Origin(str):
+    """Name of a configuration's file and command line in errors.
+
+    Attributes:
+        flags: Keys that the command line sets.
+        sources: Prefix of a problem by the key with which it begins: the file or ``--``; empty without flags.
+    """
+
+    flags: frozenset[str] = frozenset()
+    sources: Mapping[str, str] = MappingProxyType({})
+
+    def locate(self, problem: str) -> str:
+        """Return ``problem`` with the source of the key with which it begins, if that is known."""
+        key = re.match(r"\w*", problem)
+        return self.sources.get(key[0] if key else "", "") + problem
 
 
 class UsageError(McaError):
@@ -91,11 +110,13 @@ def raise_problems(
     lines = tuple(map(redacted, problems))
     if not lines:
         return
+    located = tuple(redacted(where.locate(line)) for line in lines) if isinstance(where, Origin) else lines
     if len(lines) == 1:
-        error = kind(str(with_location(McaError(lines[0]), where)))
+        is_located = located != lines
+        error = kind(located[0] if is_located else str(with_location(McaError(lines[0]), where)))
     else:
         more = [f"and {len(lines) - shown} more"] if shown and len(lines) > shown else []
-        error = kind("\n  ".join([f"{where}: {len(lines)} problems", *lines[:shown], *more]))
+        error = kind("\n  ".join([f"{where}: {len(lines)} problems", *located[:shown], *more]))
     error.problems = lines
     raise error
 

@@ -19,7 +19,7 @@ def run(body, ranks=2, **options):
         from mca_config.errors import McaError, UsageError
         from mca_train.launch.launcher import fork_ranks
         from mca_train.launch.launcher import scratch_folder
-        from mca_train.launch.signals import raising_on_signals
+        from mca_train.launch.failures import raising_on_signals
         def target():
             rank = int(os.environ["RANK"])
 {textwrap.indent(textwrap.dedent(body), " " * 12)}
@@ -144,10 +144,10 @@ def test_a_signal_before_training_leaves_nothing(tmp_path):
         f"""
         import sys, time
         from mca_train import cli
-        from mca_train.launch import signals
+        from mca_train.launch import failures
         from mca_train.launch.launcher import scratch_folder
         def work(*_):
-            with signals.raising_on_signals(), scratch_folder():
+            with failures.raising_on_signals(), scratch_folder():
 {textwrap.indent(body, " " * 16)}
         cli._run = work
         sys.exit(cli.main(["pretrain"]))

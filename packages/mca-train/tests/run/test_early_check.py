@@ -29,7 +29,7 @@ from mca_train.config import early_arguments as checks
 from mca_train.config.early_arguments import early_arguments
 from mca_train.lr_schedule import schedule_problems
 from mca_train.plan.options import PlanOptions
-from mca_train.run.file_rules import column_problems, read_columns
+from mca_train.run.file_rules import read_columns
 from mca_train.run.rules import check
 from mca_train.run.settings import check_run, load_values, make_settings, plan_problems
 from mca_train.tasks.table import TASKS
@@ -280,32 +280,6 @@ def test_other_ranks_leave_the_report_to_the_first(rank, run, tmp_path, monkeypa
     )
     with pytest.raises(McaError, match="has no power") if rank == 0 else contextlib.nullcontext():
         assert not _fails_on_first_rank(*given)
-
-
-@pytest.mark.parametrize(
-    ("kind", "row", "template", "has_problem"),
-    [
-        ("sft", {"messages": []}, None, True),
-        ("kto", {"messages": [], "label": True}, None, True),
-        ("sft", {"messages": []}, "tokenizer_config.json", False),
-        ("sft", {"messages": []}, "chat_template.jinja", False),
-        ("sft", {"prompt": "a", "completion": "b"}, None, False),
-        ("pretrain", {"messages": [], "text": "a"}, None, False),
-    ],
-)
-def test_conversations_need_a_chat_template(kind, row, template, has_problem, tmp_path):
-    for name in ("tokenizer_config.json", "chat_template.jinja")[
-        : 2 if template == "chat_template.jinja" else 1
-    ]:
-        given = {"chat_template": "x"} if template == name else {}
-        (tmp_path / name).write_text(json.dumps(given))
-    file = tmp_path / "a.jsonl"
-    file.write_text(json.dumps(row))
-    task = TASKS[kind]
-    data = task.data_arguments(model_name_or_path=str(tmp_path), train_file=[str(file)])
-    expected = f"{tmp_path}: the tokenizer has no chat template; put a chat_template.jinja into its directory"
-    found = [*column_problems(task, data)]
-    assert [problem.partition(", or")[0] for problem in found] == [expected] * has_problem
 
 
 def test_columns_are_those_of_all_rows_of_files_that_can_be_read_quickly(tmp_path):

@@ -113,14 +113,16 @@ def test_the_first_step_of_a_run_is_compared_between_ranks(
 @pytest.mark.parametrize(("done", "is_over"), [(8, False), (9, True), (10, True)])
 def test_the_plan_of_a_run_is_logged(done: int, is_over: bool, caplog: Any) -> None:
     caplog.set_level("INFO")
-    args: Any = SimpleNamespace(per_device_train_batch_size=2, gradient_accumulation_steps=3)
+    args: Any = SimpleNamespace(
+        per_device_train_batch_size=2, gradient_accumulation_steps=3, sequence_packing=is_over
+    )
     ranks: Any = SimpleNamespace(data_parallel_size=4, layout=ParallelLayout(tensor_model_parallel_size=2))
     length = RunLength(steps_per_epoch=5, max_steps=9, num_epochs=2, schedule_steps=9, schedule_done=0)
     log_plan(args, ranks, length, 24, done)
     first, *rest = caplog.messages
     assert first == (
-        "training 9 steps (5 per epoch) of 24 samples: micro-batch 2 x accumulation 3 x data parallel 4; layout "
-        f"{ranks.layout}"
+        f"training 9 steps (5 per epoch) of 24 {'packs' if is_over else 'samples'}: micro-batch 2 x accumulation 3 x "
+        f"data parallel 4; layout {ranks.layout}"
     )
     assert rest == ([f"nothing to train: step {done} is the end of the run already"] if is_over else [])
 

@@ -1,4 +1,8 @@
-"""Failed ranks: their reports for the launcher, and the explanation that it prints."""
+"""Failed ranks: their reports for the launcher, and the explanation that it prints.
+
+Signals that end a process before training raise an exception, so that cleanup runs; `mca_train.trainer.sigterm`
+handles SIGTERM during training.
+"""
 
 import json
 import signal
@@ -6,13 +10,14 @@ import sys
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 from mca_config.errors import McaError, UsageError
 from mca_config.redaction import redacted
-from mca_train.launch.signals import Stopped
 
 _LOST = (
     "closed by peer",
@@ -20,6 +25,33 @@ _LOST = (
     "remote process exited",
     "Broken pipe",
 )  # messages of gloo and NCCL
+
+ENDING = (signal.SIGTERM, signal.SIGHUP)
+
+
+class Stopped(BaseException):
+    """A signal that ends the process."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+        self.code = 128 + number
+
+
+@contextmanager
+def raising_on_signals() -> Iterator[None]:
+    """Raise `Stopped` on these signals in the block, unless they are ignored (``nohup``)."""
+
+    def stop(number: int, _: FrameType | None) -> None:
+        raise Stopped(number)
+
+    handled = [number for number in ENDING if signal.getsignal(number) == signal.SIG_DFL]
+    for number in handled:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number in handled:
+            signal.signal(number, signal.SIG_DFL)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from mca_models.megatron import platform
 from mca_models.megatron.factory.execution import waits_for_sends
 from mca_models.megatron.features.features import active_features
 from mca_models.megatron.features.mlp import has_fused_activation
-from mca_models.megatron.features.spec import has_custom_core_attention
 from mca_models.templates.parts.layer_costs import EIGHTH, HALF, SINGLE, LayerSizes
 from mca_models.templates.parts.moe import expert_sizes
 
@@ -70,7 +69,8 @@ class Sizes(LayerSizes):
             moe=expert_sizes(config),
             capacity=training.moe_expert_capacity_factor,
             padded=bool(training.moe_pad_expert_input_to_capacity),
-            mca_attention=training.attention_backend == "local" or has_custom_core_attention(config),
+            mca_attention=training.attention_backend == "local"
+            or any(feature.core_attention is not None for feature in active_features(config)),
             fused_activation=training.bias_activation_fusion is not False and has_fused_activation(config),
             waits_for_sends=_waits_for_sends(layout),
             rms=config.norm.normalization == "RMSNorm",

@@ -14,6 +14,7 @@ from typing import TextIO
 
 from mca_config.errors import McaError, raised_problems
 from mca_config.files import read_json
+from mca_config.types import Values
 from mca_models.checkpoint.side_files import side_files
 from mca_models.hub import is_hub_id
 from mca_train.checkpoint.output_files import require_free, require_usable, resolve
@@ -22,7 +23,7 @@ from mca_train.config.early_arguments import optimizer_problems
 from mca_train.config.run_config import Settings
 from mca_train.data.files import COMPRESSED, check_file, reader_name, require_column
 from mca_train.data.formats import NO_TEMPLATE
-from mca_train.data.sources import evaluation_arguments, parse_sources
+from mca_train.data.sources import evaluation_arguments, parse_sources, source_arguments
 from mca_train.data.urls import is_url, require_client
 from mca_train.tasks.task import Task
 
@@ -195,7 +196,7 @@ _READ = 10 << 20
 
 
 def column_problems(task: Task, data: DataArguments) -> Iterator[str]:
-    """Yield an error for ``train_file`` and ``eval_file`` without the columns that ``task`` reads.
+    """Yield an error for files of the data options without the columns that ``task`` reads.
 
     Files whose columns cannot be read here are checked when they are loaded.
     """
@@ -204,6 +205,33 @@ def column_problems(task: Task, data: DataArguments) -> Iterator[str]:
         known = {file: names for file, names in columns.items() if names is not None}
         if known and len(known) == len(columns):
             yield from raised_problems(_check, task, data, key, known)
+    yield from raised_problems(_check_sources, task, data)
+
+
+def _check_sources(task: Task, data: DataArguments) -> None:
+    """Raise an error for entries of ``datasets``, all of them local files, with rows that ``task`` cannot read."""
+    try:
+        sources = parse_sources(data.datasets)
+    except McaError:  # `data_files` reports it
+        return
+    columns = []
+    for source in sources:
+        names = read_columns(source.path, "datasets")
+        if names is None or not {*source.columns.values()} <= {*names}:
+            return  # reported when the rows are loaded
+        new = {theirs: ours for ours, theirs in source.columns.items()}
+        columns.append(
+            {new.get(name, name): name for name in names if name in new or name not in new.values()}
+        )
+    present = {name for renamed in columns for name in renamed}
+    for source, renamed in zip(sources, columns, strict=True):
+        key, names = f"datasets, {source.display_name}", tuple(renamed)
+        arguments = source_arguments(source, data, names, present, key)
+        task.check_columns(names, arguments, key)
+        row = _first_row(source.path)
+        row = {ours: row[theirs] for ours, theirs in renamed.items() if theirs in row}
+        if task.needs_chat_template(names, arguments, key, row):
+            _require_chat_template(_folder(data))
 
 
 def _check(task: Task, data: DataArguments, key: str, columns: dict[str, tuple[str, ...]]) -> None:
@@ -212,7 +240,7 @@ def _check(task: Task, data: DataArguments, key: str, columns: dict[str, tuple[s
     names = tuple(dict.fromkeys(name for found in columns.values() for name in found))
     arguments = evaluation_arguments(data, names) if key == "eval_file" else data
     task.check_columns(names, arguments, key)
-    if task.needs_chat_template(names, arguments, key):
+    if any(task.needs_chat_template(names, arguments, key, _first_row(file)) for file in columns):
         _require_chat_template(_folder(data))
 
 
@@ -246,6 +274,15 @@ def read_columns(file: str, key: str) -> tuple[str, ...] | None:
             return _keys(lines)
     except (OSError, ValueError, RecursionError):
         return None
+
+
+def _first_row(file: str) -> Values:
+    """Return the first row of a file of JSON lines; empty for other files."""
+    if reader_name(file) != "json":
+        return {}
+    with Path(file).open(encoding="utf-8-sig") as lines:
+        row = json.loads(next((line for line in lines if line.strip()), "{}"))
+    return row if isinstance(row, dict) else {}
 
 
 def _schema(file: str, kind: str) -> tuple[str, ...]:

@@ -194,8 +194,11 @@ def _reason(one: TimedLayout, best: TimedLayout, usable: float) -> str:
     return f"{shares}; {one.needs / GIB:.1f} of {usable:.1f} GiB{tight}{slower}"
 
 
-def document(best: Best, batch: int, gpus: int, hardware: Hardware) -> JsonObject:
-    """Return the layouts as a JSON object: ``mca-train/search``, version 1; sizes in bytes, times in seconds."""
+def document(best: Best, batch: int, gpus: int, hardware: Hardware, shortage: str | None) -> JsonObject:
+    """Return the layouts as a JSON object: ``mca-train/search``, version 1; sizes in bytes, times in seconds.
+
+    ``shortage`` is the message about a search without any layout that fits, as for `render`.
+    """
 
     def layout_entry(one: TimedLayout) -> JsonObject:
         return {
@@ -214,6 +217,7 @@ def document(best: Best, batch: int, gpus: int, hardware: Hardware) -> JsonObjec
         "device": asdict(hardware.device),
         "efficiency": asdict(hardware.efficiency),
         "layouts": [layout_entry(one) for one in best.layouts],
+        "shortage": shortage,
         "checked": best.checked,
         "refused": [{"problem": problem, "layouts": count} for problem, count in best.refused.most_common()],
     }

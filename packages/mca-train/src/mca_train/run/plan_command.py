@@ -125,15 +125,16 @@ def _search(task: Task, values: Values, settings: Settings, options: PlanOptions
         run, _implementation(settings, hardware), hardware.device, media=media.counted
     )
     found = layout_search.best_layouts(task, values, run, plan_input, batch, hardware, media.allow)
+    shortage = None
+    if not found.checked:
+        adapted = _with_adapter(task, values, settings.where, hardware, gpus, media)
+        shortage = explain_shortage(
+            plan_input, settings.training, batch, gpus, hardware, media.allow, adapted
+        )
     if options.json:
-        sys.stdout.write(json.dumps(layout_search.document(found, batch, gpus, hardware), indent=2) + "\n")
+        document = layout_search.document(found, batch, gpus, hardware, shortage)
+        sys.stdout.write(json.dumps(document, indent=2) + "\n")
     else:
-        shortage = None
-        if not found.checked:
-            adapted = _with_adapter(task, values, settings.where, hardware, gpus, media)
-            shortage = explain_shortage(
-                plan_input, settings.training, batch, gpus, hardware, media.allow, adapted
-            )
         text = layout_search.render(found, batch, gpus, hardware, shortage) + media.explanation()
         sys.stdout.write(_first_line(task, named=named) + text)
     return 0 if found.layouts else 1

@@ -16,7 +16,7 @@ from pathlib import Path
 from mca_config import yaml_text
 from mca_config.arguments import float16_problems
 from mca_config.checks import check_layout
-from mca_config.errors import McaError, UsageError, list_problems, raise_problems
+from mca_config.errors import McaError, Origin, UsageError, list_problems, raise_problems
 from mca_config.fields import build
 from mca_config.model_config import training_dtype
 from mca_config.printable import suggestion
@@ -46,24 +46,15 @@ _PLAN_FLAGS = {
 }
 
 
-class Origin(str):
-    """Name of a configuration's file and command line in errors.
-
-    Attributes:
-        flags: Keys that the command line sets.
-    """
-
-    flags: frozenset[str] = frozenset()
-
-
 def load_values(config: Path | None, overrides: list[str]) -> tuple[JsonObject, str]:
     """Return the file's values, overridden by the command line's, and the `Origin` of the two."""
     words = parse_overrides(overrides)
     if config is None:
         return words, "the command line"
     where = Origin(f"{config}{' and the command line' if words else ''}")
-    where.flags = frozenset(words)
-    return read_yaml(config) | words, where
+    where.flags, values = frozenset(words), read_yaml(config)
+    where.sources = {key: f"{config}: " for key in values if words} | {key: "--" for key in words}
+    return values | words, where
 
 
 def read_yaml(path: Path) -> JsonObject:

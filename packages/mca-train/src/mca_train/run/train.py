@@ -33,7 +33,6 @@ from mca_train.data.scoring import padding_token
 from mca_train.launch import environment, failures, launcher
 from mca_train.launch.environment import LISTENER, join
 from mca_train.launch.launcher import scratch_folder
-from mca_train.launch.signals import raising_on_signals
 from mca_train.run.inputs import Inputs, prepare_inputs
 from mca_train.run.logs import quiet_libraries, set_log_levels, silent_arguments
 from mca_train.run.record import best_step, plot_losses, summary, write_record
@@ -92,7 +91,7 @@ def run(task: Task, values: Values, where: str, command: list[str]) -> int:
         command: Starts this same program, for ranks that cannot be forked (CUDA).
     """
     quiet_libraries(first=environment.is_first())
-    with raising_on_signals():
+    with failures.raising_on_signals():
         if not environment.started_by_launcher():
             return _launch(task, values, where, command)
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from mca_config.model_config import McaModelConfig
+    from mca_config.types import Values
     from mca_models import VirtualModels
     from mca_models.templates.classification_head import Head
     from mca_train.config.run_config import Settings
@@ -77,6 +78,12 @@ class Classify(ScoreTask):
 
         require_label_column(names, cast("Labels", data), key)
         detect_format(names, data, key, ("messages", "text"))
+
+    def needs_chat_template(self, names: Sequence[str], data: DataArguments, key: str, row: "Values") -> bool:
+        """Return True for rows with messages, as `Task.needs_chat_template`."""
+        from mca_train.data.formats import detect_format
+
+        return detect_format(names, data, key, ("messages", "text")) == "messages"
 
     def encoder(
         self, names: Sequence[str], tokenizer: "PreTrainedTokenizerBase", data: DataArguments, key: str

@@ -9,6 +9,7 @@ from mca_train.tasks.task import AnswerTask, Example
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from mca_config.types import Values
     from mca_train.data.encoding import RowEncoder
     from mca_train.data.streams import Row
 
@@ -30,11 +31,13 @@ class Sft(AnswerTask):
 
         detect_format(names, data, key)
 
-    def needs_chat_template(self, names: Sequence[str], data: DataArguments, key: str) -> bool:
+    def needs_chat_template(self, names: Sequence[str], data: DataArguments, key: str, row: "Values") -> bool:
         """Return True for the formats of conversations, as `Task.needs_chat_template`."""
         from mca_train.data.formats import detect_format
 
-        return detect_format(names, data, key) in ("messages", "alpaca", "sharegpt")
+        found = detect_format(names, data, key)
+        is_prompt = found == "prompt_completion" and isinstance(row.get(data.prompt_column), list)
+        return is_prompt or found in ("messages", "alpaca", "sharegpt")
 
     def encoder(
         self, names: Sequence[str], tokenizer: "PreTrainedTokenizerBase", data: DataArguments, key: str

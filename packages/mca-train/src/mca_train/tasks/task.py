@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from mca_config.model_config import McaModelConfig
+    from mca_config.types import Values
     from mca_models import VirtualModels
     from mca_models.templates.classification_head import Head
     from mca_train.config.run_config import Settings
@@ -115,8 +116,15 @@ class Task(ABC):
         """
         return None
 
-    def needs_chat_template(self, names: Sequence[str], data: DataArguments, key: str) -> bool:
-        """Return True if rows with the columns ``names`` are surely conversations, which a template renders."""
+    def needs_chat_template(self, names: Sequence[str], data: DataArguments, key: str, row: "Values") -> bool:
+        """Return True if rows are surely conversations, which a template renders.
+
+        Args:
+            names: Columns of the rows.
+            data: Names of columns.
+            key: The argument that named the files, for errors.
+            row: The first row; empty if it is not known.
+        """
         return False
 
     @abstractmethod
@@ -297,6 +305,14 @@ class PairTask(AnswerTask):
         from mca_train.data.formats import detect_pair_format
 
         detect_pair_format(names, cast("PairArguments", data), key)
+
+    def needs_chat_template(self, names: Sequence[str], data: DataArguments, key: str, row: "Values") -> bool:
+        """Return True for lists of messages and converted formats, as `Task.needs_chat_template`."""
+        from mca_train.data.formats import detect_pair_format
+
+        pair = cast("PairArguments", data)
+        is_converted = detect_pair_format(names, pair, key) is not None
+        return is_converted or isinstance(row.get(pair.chosen_column), list)
 
     def problems(self, settings: "Settings") -> Iterator[str]:
         """Yield an error for row formats with one answer."""

@@ -99,12 +99,12 @@ class StepLoaders:
 
 
 def log_plan(args: TrainingArguments, ranks: Ranks, length: RunLength, samples: int, done: int) -> None:
-    """Log the plan of the run: ``samples`` per step, after ``done`` steps."""
+    """Log the plan of the run: ``samples`` or packs per step, after ``done`` steps."""
     logger.info(
         "training %s (%d per epoch) of %s: micro-batch %d x accumulation %d x data parallel %d; layout %s",
         counted(length.max_steps, "step"),
         length.steps_per_epoch,
-        counted(samples, "sample"),
+        counted(samples, "pack" if args.sequence_packing else "sample"),
         args.per_device_train_batch_size,
         args.gradient_accumulation_steps,
         ranks.data_parallel_size,

@@ -46,11 +46,6 @@ def adapted_prediction(spec: Spec, config: McaModelConfig, implementation: Imple
     return _adapted_to_layer(block, context, _checkpoint_names(params, Stage.MTP, 0, implementation))
 
 
-def has_custom_core_attention(config: McaModelConfig) -> bool:
-    """Return whether mca's core attention computes attention, because no kernel does."""
-    return any(feature.core_attention is not None for feature in active_features(config))
-
-
 def _adapted_to_model(spec: Spec, context: Context) -> Spec:
     """Apply the changes that all layers share to ``spec`` of a block or of MTP layers."""
     features = active_features(context.config)
