@@ -165,13 +165,13 @@ class MergedSource(ModelSource):
                     yield pair, b, slice(0, len(b))
             elif mine == 1:  # the adapter's parts are rows of this one tensor
                 base = pair.target.base
-                yield pair, b, _rows_of(base, full_shape(base, self.adapter.model), pair.target.part)
+                yield pair, b, _row_range(base, full_shape(base, self.adapter.model), pair.target.part)
             else:  # this tensor is some rows of the adapter's one
-                rows = _rows_of(param, self.full_shape(param), number)
+                rows = _row_range(param, self.full_shape(param), number)
                 yield pair, b[rows], slice(0, rows.stop - rows.start)
 
 
-def _rows_of(param: Param, full: Shape, number: int) -> slice:
+def _row_range(param: Param, full: Shape, number: int) -> slice:
     """Return the rows of HF tensor ``param.hf[number]`` in all of them one after the other."""
     ends = list(accumulate(shape[0] for shape in param_part_shapes(param, full, HF)))
     return slice(ends[number - 1] if number else 0, ends[number])
