@@ -164,17 +164,16 @@ class MergedSource(ModelSource):
                 if pair.target.part == number:
                     yield pair, b, slice(0, len(b))
             elif mine == 1:  # the adapter's parts are rows of this one tensor
-                base = pair.target.base
-                yield pair, b, _row_range(base, full_shape(base, self.adapter.model), pair.target.part)
+                yield pair, b, self._row_range(pair.target.base, pair.target.part)
             else:  # this tensor is some rows of the adapter's one
-                rows = _row_range(param, self.full_shape(param), number)
+                rows = self._row_range(param, number)
                 yield pair, b[rows], slice(0, rows.stop - rows.start)
 
-
-def _row_range(param: Param, full: Shape, number: int) -> slice:
-    """Return the rows of HF tensor ``param.hf[number]`` in all of them one after the other."""
-    ends = list(accumulate(shape[0] for shape in param_part_shapes(param, full, HF)))
-    return slice(ends[number - 1] if number else 0, ends[number])
+    def _row_range(self, param: Param, number: int) -> slice:
+        """Return the rows of HF tensor ``param.hf[number]`` in all of them one after the other."""
+        shapes = param_part_shapes(param, full_shape(param, self.adapter.model), HF)
+        ends = [0, *accumulate(shape[0] for shape in shapes)]
+        return slice(ends[number], ends[number + 1])
 
 
 def _head(model: McaModelConfig) -> Head:
