@@ -1,4 +1,4 @@
-"""Sarvam 30B and 105B: HF ``Glm4MoeForCausalLM`` and ``DeepseekV3ForCausalLM`` of their own types."""
+"""Sarvam 30B and 105B: HF ``Glm4MoeForCausalLM`` and ``DeepseekV3ForCausalLM`` with other values and names."""
 
 from dataclasses import replace
 
