@@ -93,6 +93,15 @@ def norm(name: str, width: int, *, bias: bool = True) -> Shapes:
     return {f"{name}.weight": (width,), **({f"{name}.bias": (width,)} if bias else {})}
 
 
+def gated_mlp(name: str, inner: int, width: int, *, bias: bool = True) -> Shapes:
+    """Return the three matrices of a gated MLP, whose names begin with ``name``."""
+    return {
+        **linear(f"{name}gate_proj", inner, width, bias=bias),
+        **linear(f"{name}up_proj", inner, width, bias=bias),
+        **linear(f"{name}down_proj", width, inner, bias=bias),
+    }
+
+
 def repeat_shapes(name: str, count: int, inside: Shapes) -> Shapes:
     """``inside`` so many times, below ``name`` and a number."""
     return {f"{name}.{i}.{tensor}": shape for i in range(count) for tensor, shape in inside.items()}
