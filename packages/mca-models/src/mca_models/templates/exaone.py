@@ -138,7 +138,7 @@ EXAONE4_5 = vision_language_family(
     VisionModel(
         tensors=_tensors, spellings=(module_spelling(VISUAL),), projector=MERGERS, video_tokens="together"
     ),
-    NestedTextConfig(text_model_type="", defaults={"image_token_id": 67, "video_token_id": 68}),
+    NestedTextConfig(defaults={"image_token_id": 67, "video_token_id": 68}),
     assumed=True,
 )
 

@@ -158,7 +158,7 @@ def _family(
             projector=MERGERS,
             video_tokens=video,
         ),
-        NestedTextConfig(text_model_type="", text_ties=ties, rope=((8, 12, 12), False)),
+        NestedTextConfig(text_ties=ties, rope=((8, 12, 12), False)),
         assumed=True,
     )
 

@@ -45,7 +45,7 @@ def _family(model_type: str, architecture: str) -> Family:
             image_tokens="row_column_tiles",
             tokens_per_image=tokens_per_tile,
         ),
-        NestedTextConfig(text_model_type="", defaults={"image_token_id": 128257}),
+        NestedTextConfig(defaults={"image_token_id": 128257}),
     )
 
 

@@ -377,7 +377,7 @@ MINIMAX_M3_VL = vision_language_family(
         projector=(PROJECTOR,),
         image_tokens=None,
     ),
-    NestedTextConfig(text_model_type="", text_ties="too"),
+    NestedTextConfig(text_ties="too"),
 )
 
 FAMILIES = by_type(MINIMAX, MINIMAX_M2, MINIMAX_M3_VL_TEXT, MINIMAX_M3_VL)

@@ -214,7 +214,7 @@ MISTRAL3 = vision_language_family(
         image_tokens="lines",
         tokens_of_size=tokens_of_size,
     ),
-    NestedTextConfig(text_model_type="", tied=True),
+    NestedTextConfig(tied=True),
     assumed=True,
 )
 
@@ -232,7 +232,7 @@ LIGHTON_OCR = vision_language_family(
         image_tokens="whole_lines",
         tokens_of_size=tokens_of_size,
     ),
-    NestedTextConfig(text_model_type="", tied=True, defaults={"image_token_id": 151655}),
+    NestedTextConfig(tied=True, defaults={"image_token_id": 151655}),
 )
 
 FAMILIES = by_type(MISTRAL, MINISTRAL, MINISTRAL3, MIXTRAL, MISTRAL4, MISTRAL3, LIGHTON_OCR)

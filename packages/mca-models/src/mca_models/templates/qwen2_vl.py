@@ -24,7 +24,7 @@ from mca_models.templates.parts.vision_values import vision_values
 
 QWEN2 = get_family("qwen2")
 SPELLINGS = (Spelling("model.", "lm_head.", {VISUAL: VISUAL}), module_spelling(VISUAL))
-INSIDE = NestedTextConfig(text_model_type="", text_ties="too", rope=((16, 24, 24), False))
+INSIDE = NestedTextConfig(text_ties="too", rope=((16, 24, 24), False))
 
 
 # Qwen 2 VL: HF `Qwen2VLForConditionalGeneration`: Qwen 2 with sectioned rotary positions.

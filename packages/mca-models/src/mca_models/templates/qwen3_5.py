@@ -158,7 +158,7 @@ def _family(model_type: str, architecture: str, text: Family) -> Family:
             projector=DEEPSTACK_MERGERS,
             video_tokens="timestamps",
         ),
-        NestedTextConfig(text_model_type="", rope=((11, 11, 10), True)),
+        NestedTextConfig(rope=((11, 11, 10), True)),
     )
 
 

@@ -77,7 +77,7 @@ def _family(model_type: str, architecture: str, text: Family) -> Family:
             projector=DEEPSTACK_MERGERS,
             video_tokens="timestamps",
         ),
-        NestedTextConfig(text_model_type="", rope=((24, 20, 20), True), deepstack=deepstack_layers),
+        NestedTextConfig(rope=((24, 20, 20), True), deepstack=deepstack_layers),
     )
 
 

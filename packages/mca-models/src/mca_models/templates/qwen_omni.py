@@ -176,9 +176,7 @@ def _qwen2_5_tensors(config: McaModelConfig) -> Shapes:
     }
 
 
-_QWEN2_5_INSIDE = NestedTextConfig(
-    text_model_type="", rope=((16, 24, 24), False), towers=("vision_config", "audio_config")
-)
+_QWEN2_5_INSIDE = NestedTextConfig(rope=((16, 24, 24), False), towers=("vision_config", "audio_config"))
 QWEN2_5_OMNI_THINKER = vision_language_family(
     "qwen2_5_omni_thinker",
     "Qwen2_5OmniThinkerForConditionalGeneration",
@@ -243,10 +241,7 @@ def _qwen3_tensors(config: McaModelConfig) -> Shapes:
 _TABLE = replace(QWEN3_MOE.table, defaults=_QWEN3_DEFAULTS, facts=(Lens(derive, write_sparse),))
 _QWEN3_TEXT = replace(QWEN3_MOE, model_type="qwen3_omni_moe_text", config=without_window(_TABLE))
 _QWEN3_INSIDE = NestedTextConfig(
-    text_model_type="",
-    rope=((24, 20, 20), True),
-    deepstack=deepstack_layers,
-    towers=("vision_config", "audio_config"),
+    rope=((24, 20, 20), True), deepstack=deepstack_layers, towers=("vision_config", "audio_config")
 )
 QWEN3_OMNI_MOE_THINKER = vision_language_family(
     "qwen3_omni_moe_thinker",
@@ -299,9 +294,7 @@ QWEN3_ASR = vision_language_family(
         image_tokens=None,
         audio=replace(STRIDED, mask="input_features_mask"),
     ),
-    NestedTextConfig(
-        text_model_type="", tied=True, towers=("audio_config",), defaults={"audio_token_id": 151676}
-    ),
+    NestedTextConfig(tied=True, towers=("audio_config",), defaults={"audio_token_id": 151676}),
     assumed=True,
 )
 

@@ -339,7 +339,7 @@ class NestedTextConfig:
     """``config.json`` with the text model's keys in ``text_config``, or at the top with the vision model's.
 
     Args:
-        text_model_type: HF's name of the text model.
+        text_model_type: HF's name of the text model, which `vision_language_family` fills in.
         tied: Whether the head is tied if the file does not say.
         text_ties: If ``tie_word_embeddings`` of the text part ties it ``too``, ``alone`` or ``never``; ``nothing``:
             transformers' class always has a separate head.
@@ -350,7 +350,7 @@ class NestedTextConfig:
         repeated: Keys of the text model that are at the top too, with the same values.
     """
 
-    text_model_type: str
+    text_model_type: str = ""
     tied: bool = False
     text_ties: Literal["never", "too", "alone", "nothing"] = "never"
     rope: tuple[tuple[int, ...], bool] | None = None
