@@ -25,9 +25,9 @@ from mca_models.templates.parts.moe import (
 )
 from mca_models.templates.parts.mtp import OWN_EMBEDDING, mtp_params
 from mca_models.templates.parts.names import HF, MoeNames
-from mca_models.templates.parts.qwen_tower import DEEPSTACK_MERGERS, VISUAL, deepstack_tower
+from mca_models.templates.parts.qwen_tower import DEEPSTACK
 from mca_models.templates.parts.vision_language import vision_language_family
-from mca_models.templates.parts.vision_tower import NestedTextConfig, VisionModel, module_spelling
+from mca_models.templates.parts.vision_tower import NestedTextConfig
 from mca_models.weights import Concat, GroupedHeads, Param, PerTensor, expand_rules
 
 # Qwen 3 Next: HF `Qwen3NextForCausalLM`: gated delta net, gated attention, experts.
@@ -146,18 +146,13 @@ QWEN3_5_MOE_TEXT = Family(
 
 
 # Qwen 3.5 and 3.5 with experts: HF `Qwen3_5ForConditionalGeneration` and `Qwen3_5MoeForConditionalGeneration`.
-# The vision model is that of Qwen 3 VL without deepstack.
+# The vision model is that of Qwen 3 VL, without inner layers that give features.
 def _family(model_type: str, architecture: str, text: Family) -> Family:
     return vision_language_family(
         model_type,
         architecture,
         {text.model_type: text},
-        VisionModel(
-            tensors=deepstack_tower,
-            spellings=(module_spelling(VISUAL),),
-            projector=DEEPSTACK_MERGERS,
-            video_tokens="timestamps",
-        ),
+        DEEPSTACK,
         NestedTextConfig(rope=((11, 11, 10), True)),
     )
 

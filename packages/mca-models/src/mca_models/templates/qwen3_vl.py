@@ -17,15 +17,9 @@ from mca_models.templates.family import Family, by_type
 from mca_models.templates.lens import Lens
 from mca_models.templates.parts.moe import TRANSPOSED, expert_fields, sparse_layers, write_sparse
 from mca_models.templates.parts.names import FUSED
-from mca_models.templates.parts.qwen_tower import (
-    DEEPSTACK_MERGERS,
-    VISUAL,
-    deepstack_layers,
-    deepstack_tower,
-    without_window,
-)
+from mca_models.templates.parts.qwen_tower import DEEPSTACK, deepstack_layers, without_window
 from mca_models.templates.parts.vision_language import vision_language_family
-from mca_models.templates.parts.vision_tower import NestedTextConfig, VisionModel, module_spelling
+from mca_models.templates.parts.vision_tower import NestedTextConfig
 from mca_models.templates.shapes import Shape
 
 QWEN3 = get_family("qwen3")
@@ -71,12 +65,7 @@ def _family(model_type: str, architecture: str, text: Family) -> Family:
         model_type,
         architecture,
         {text.model_type: text},
-        VisionModel(
-            tensors=deepstack_tower,
-            spellings=(module_spelling(VISUAL),),
-            projector=DEEPSTACK_MERGERS,
-            video_tokens="timestamps",
-        ),
+        DEEPSTACK,
         NestedTextConfig(rope=((24, 20, 20), True), deepstack=deepstack_layers),
     )
 

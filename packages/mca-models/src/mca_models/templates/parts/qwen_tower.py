@@ -8,12 +8,19 @@ from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.templates.config_table import ConfigTable
 from mca_models.templates.lens import Lens
-from mca_models.templates.parts.vision_tower import Shapes, gated_mlp, linear, norm, repeat_shapes
+from mca_models.templates.parts.vision_tower import (
+    Shapes,
+    VisionModel,
+    gated_mlp,
+    linear,
+    module_spelling,
+    norm,
+    repeat_shapes,
+)
 from mca_models.templates.parts.vision_values import VisionValues, vision_values
 
 VISUAL = "visual."
 MERGERS = (f"{VISUAL}merger.",)
-DEEPSTACK_MERGERS = (*MERGERS, f"{VISUAL}deepstack_merger_list.")
 
 
 def patches(vision: VisionValues, width: int, default: int = 14) -> tuple[int, int, int, int, int]:
@@ -93,6 +100,15 @@ def deepstack_tower(config: McaModelConfig) -> Shapes:
         **{f"{VISUAL}merger.{name}": shape for name, shape in merger.items()},
         **repeat_shapes(f"{VISUAL}deepstack_merger_list", count, inner_merger),
     }
+
+
+DEEPSTACK = VisionModel(
+    tensors=deepstack_tower,
+    spellings=(module_spelling(VISUAL),),
+    projector=(*MERGERS, f"{VISUAL}deepstack_merger_list."),
+    video_tokens="timestamps",
+)
+"""Vision model of Qwen 3 VL."""
 
 
 def without_window(config: ConfigTable) -> ConfigTable:
