@@ -182,16 +182,16 @@ class VideoTokens(MediumTokens):
             input_data_format="channels_last",
             return_tensors="pt",
         )
-        require_unchanged(place, grid, self._made(made, grid))
-        return self._taken(made)
+        require_unchanged(place, grid, self._output_grid(made, grid))
+        return self._tower_inputs(made)
 
-    def _made(self, made: Mapping[str, Tensor], grid: Grid) -> Grid:
+    def _output_grid(self, made: Mapping[str, Tensor], grid: Grid) -> Grid:
         """Return the grid of a video from the processor's outputs, with what only ``grid`` knows."""
         ((frames, high, wide),) = made["video_grid_thw"].tolist()
         merge = self.processor.merge_size
         return Grid(high // merge, wide // merge, frames, grid.interval)
 
-    def _taken(self, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _tower_inputs(self, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the inputs of the vision tower from the processor's outputs: each frame is a grid of one frame."""
         ((frames, high, wide),) = made["video_grid_thw"].tolist()
         return {
@@ -293,12 +293,12 @@ class PooledVideoTokens(_UnmergedFrames, TimedVideoTokens):
     def _title(self, number: int, seconds: float) -> str:
         return f"{' ' if number else ''}{int(seconds // 60):02d}:{int(seconds % 60):02d} "
 
-    def _made(self, made: Mapping[str, Tensor], grid: Grid) -> Grid:
+    def _output_grid(self, made: Mapping[str, Tensor], grid: Grid) -> Grid:
         positions = made["video_position_ids"]
         (first, *_) = grids_of_positions(positions[:1], [int(made["num_soft_tokens_per_video"][0])])
         return replace(first, frames=len(positions))
 
-    def _taken(self, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _tower_inputs(self, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return without_padding(made["pixel_values_videos"], made["video_position_ids"])
 
 
@@ -317,7 +317,7 @@ class _EvenFrames(_UnmergedFrames):
         count = max(min(count, most, facts.frames), 1)
         return tuple(map(int, self.processor.sample_frames(metadata=_metadata(facts), num_frames=count)))
 
-    def _made(self, made: Mapping[str, Tensor], grid: Grid) -> Grid:
+    def _output_grid(self, made: Mapping[str, Tensor], grid: Grid) -> Grid:
         return grid
 
 
@@ -343,7 +343,7 @@ class NumberedFrameTokens(_EvenFrames, FrameImageTokens):
             found += [self._first, *[self.token] * grid.columns, self._last]
         return found
 
-    def _taken(self, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _tower_inputs(self, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {"pixel_values": made["pixel_values_videos"][0]}
 
 
@@ -359,7 +359,7 @@ class PooledFrameTokens(_EvenFrames):
         """Return the grid of a video, as one frame with all its tokens."""
         return Grid(1, super().grid(facts).tokens + 1, 1)
 
-    def _taken(self, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _tower_inputs(self, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
         frames = made["pixel_values_videos"]
         return {
             "pixel_values": frames,
@@ -429,14 +429,14 @@ class SliceVideoTokens(_UnmergedFrames):
         """Return one location for each frame and each slice."""
         return locate_runs(where)
 
-    def _made(self, made: Mapping[str, Tensor], grid: Grid) -> Grid:
+    def _output_grid(self, made: Mapping[str, Tensor], grid: Grid) -> Grid:
         sizes, layouts = made["target_sizes_videos"], made["grids_videos"].tolist()
         of_frame = sizes[: len(sizes) // len(layouts)].tolist()  # the whole, and its slices
         (rows, columns), *_ = layouts
         found = self._slices.sliced(rows, columns, [self.context.tokens_of_size(*size) for size in of_frame])
         return replace(found, frames=len(layouts))
 
-    def _taken(self, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _tower_inputs(self, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
         sizes = made["target_sizes_videos"]
         return {"pixel_values": split_patches(made["pixel_values_videos"]), "target_sizes": sizes}
 
