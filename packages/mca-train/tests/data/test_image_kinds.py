@@ -34,7 +34,8 @@ from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImag
 from mca_config.errors import McaError, UsageError
 from mca_models.megatron.features.media_features import split_patches
 from mca_models.megatron.features.sequence_media import MediaJoiner
-from mca_train.batching.collate import CountedSamples, PadCollator, StepCollator
+from mca_train.batching.collate import PadCollator, StepCollator
+from mca_train.batching.sampling import CountedSamples
 from mca_train.config.arguments import DataArguments
 from mca_train.data.image_processors import image_tokens
 from mca_train.data.image_rows import ImageReader

@@ -1,6 +1,6 @@
 """Table of LLaMA-Factory's arguments: each one is read, ignored with a reason, or raises an error.
 
-`unsupported` raises the errors. Run ``python -m mca_train.clients.llama_factory_keys docs/llama_factory.md`` to
+`unsupported` raises the errors. Run ``python -m mca_train.clients.llama_factory_keys docs/reference/llama_factory_keys.md`` to
 write the tables of that page. A test compares the names with those of the installed LLaMA-Factory.
 """
 
