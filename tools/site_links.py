@@ -8,16 +8,18 @@ import re
 from typing import Any
 
 _CODE = re.compile(r"`[^`\n]+`")
-_OUT = re.compile(r"\[([^\]]+)\]\(\.\./([^)]+)\)")
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
-    """The page's text for the site; the words of a removed link are followed by its path.
+def on_page_markdown(markdown: str, page: Any = None, **_: Any) -> str:
+    """Return the page's text for the site; the words of a removed link are followed by its path.
 
     Args:
-        markdown: As it is written.
+        markdown: Text of the file.
+        page: MkDocs' page, whose folder links are relative to; None: a page directly in ``docs``.
     """
-    lines = _OUT.sub(_plain, markdown).split("\n")
+    depth = page.file.src_uri.count("/") if page else 0
+    out = re.compile(rf"\[([^\]]+)\]\((?:\.\./){{{depth + 1}}}([^)]+)\)")
+    lines = out.sub(_plain, markdown).split("\n")
     return "\n".join(_CODE.sub(_bars, line) if line.startswith("|") else line for line in lines)
 
 

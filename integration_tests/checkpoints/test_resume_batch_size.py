@@ -111,7 +111,7 @@ def packed_again(checkpoint: Path, output_dir: Path) -> list[list[str]]:
     """Return the messages of a resumed run, with the same packs and with those for two context ranks, by data."""
     from dataclasses import replace
 
-    from mca_train.batching.loaders import resume_position
+    from mca_train.trainer.loaders import resume_position
 
     reported = []
     settings = RUN | {"sequence_packing": True, "pack_length": 16, "max_steps": 5, "save_strategy": "no"}
@@ -138,7 +138,7 @@ def packed_again(checkpoint: Path, output_dir: Path) -> list[list[str]]:
             assert workers.get_start_method() == "fork", "whatever Python's default"
         place = resume_position(trainer._progress.position, loaders.train(data)[1])
         for again in (loaders, others):
-            with patch("mca_train.batching.loaders.logger.warning") as warning:
+            with patch("mca_train.trainer.loaders.logger.warning") as warning:
                 resume_position(place, again.train(data)[1])
             reported.append([call.args[0] % call.args[1:] for call in warning.call_args_list])
     return reported

@@ -100,10 +100,10 @@ def with_memory(folder: Path, names: list[str]) -> dict[str, StepNeeds]:
     import torch.distributed as dist
 
     from mca_models import AutoModel
-    from mca_train.batching.loaders import iterate_steps
     from mca_train.dry_run.samples import route_evenly
     from mca_train.dry_run.step import Modes, build, measure
     from mca_train.dry_run.tracker import ModuleNames, Tracker
+    from mca_train.trainer.loaders import iterate_steps
 
     found = {}
     for name in names:

@@ -18,7 +18,7 @@ from source_tree import ROOT, SOURCES
 
 DOCS = ROOT / "docs"
 LADDERS = runpy.run_path(str(ROOT / "integration_tests/system/test_architecture.py"))["LADDERS"]
-ELSEWHERE = {"coming_from", "families", "llama_factory", "ms_swift", "roll", "verl"}
+ELSEWHERE = {"families", "other_programs"}
 """Pages with the keys of other programs, or of ``config.json``."""
 NO_KEYS = {
     "data": {"prompt"},  # of an entry of `datasets`
@@ -81,7 +81,9 @@ def test_versions_of_the_install_page_are_those_of_the_lock_and_the_packages():
         for each in models["megatron"] + models["te"]
         if ">=" in each
     )
-    shown = {cells[0]: cells[1:] for cells in rows(DOCS / "install.md", "| | first | second | accepted |")}
+    shown = {
+        cells[0]: cells[1:] for cells in rows(DOCS / "get_started.md", "| | first | second | accepted |")
+    }
     assert (
         shown.pop("Python")[2] == f"{_project('mca-models')['requires-python'].removeprefix('>=')} or later"
     )
@@ -95,7 +97,7 @@ def test_versions_of_the_install_page_are_those_of_the_lock_and_the_packages():
 
 
 def test_extras_of_the_install_page_are_those_of_mca_train():
-    shown = [cells[0] for cells in rows(DOCS / "install.md", "| extra of `mca-train` | adds |")]
+    shown = [cells[0] for cells in rows(DOCS / "get_started.md", "| extra of `mca-train` | adds |")]
     assert sorted(re.findall(r"`(\w+)`", " ".join(shown))) == sorted(
         _project("mca-train")["optional-dependencies"]
     )
@@ -106,9 +108,9 @@ def _quoted_defaults() -> Iterator[tuple[str, str, str]]:
     for page in DOCS.glob("*.md"):
         for key, value in re.findall(r"`(\w+)` \(([^()]+) unless set\)", prose(page)):
             yield page.name, key, value
-    for key, here, _ in rows(DOCS / "coming_from.md", "| key | default here | there |"):
+    for key, here, _ in rows(DOCS / "other_programs.md", "| key | default here | there |"):
         if re.fullmatch(r"`\w+`", key):
-            yield "coming_from.md", key.strip("`"), here
+            yield "other_programs.md", key.strip("`"), here
 
 
 def test_defaults_that_pages_state_are_those_of_the_keys():

@@ -58,9 +58,9 @@ def test_packed_losses_equal_unpacked_ones(name, unpacked, checkpoint, tmp_path)
 
 def leaking_losses(checkpoint: Path, output: Path) -> dict[str, list[float]]:
     """With a planted fault: attention is not reported where sequences end."""
-    from mca_train.engine import pipeline
+    from mca_train.engine import engine
 
-    pipeline._packed_params = lambda *_: None
+    engine._packed_params = lambda *_: None
     return train_losses(checkpoint, output, **PACKED)
 
 

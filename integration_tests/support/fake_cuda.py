@@ -184,12 +184,12 @@ def step_of(
     from cuda_waits import plant
     from dry_run_cases import prepared
     from mca_models import AutoModel
-    from mca_train.batching.loaders import iterate_steps
     from mca_train.dry_run import step
     from mca_train.dry_run.fake_process_group import fake_process_group, replace_moved_parameters
     from mca_train.dry_run.fake_values import FakeValues
     from mca_train.dry_run.samples import convert_known_values, route_evenly
     from mca_train.dry_run.tracker import ModuleNames, Tracker
+    from mca_train.trainer.loaders import iterate_steps
 
     class Watch(Tracker):
         """Notes what waits, once `restart` was called."""

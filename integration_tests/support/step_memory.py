@@ -56,10 +56,10 @@ def taken(folder: Path, name: str) -> int:
 def stepped(run: Any) -> tuple[int, StepNeeds]:
     """The same of a run, and what the tracker counts of its step."""
     from mca_models import AutoModel
-    from mca_train.batching.loaders import iterate_steps
     from mca_train.dry_run.samples import route_evenly
     from mca_train.dry_run.step import Modes, build, measure
     from mca_train.dry_run.tracker import ModuleNames, Tracker
+    from mca_train.trainer.loaders import iterate_steps
 
     with memory.peak() as found:
         modes = Modes(Tracker(ModuleNames()))

@@ -382,7 +382,7 @@ def test_a_planted_import_is_caught(module, text):
     ("module", "text"),
     [
         ("mca_train.data.load", "from mca_train.trainer.trainer import McaTrainer"),
-        ("mca_train.losses.preference", "def f():\n    from mca_train.engine import pipeline"),
+        ("mca_train.losses.preference", "def f():\n    from mca_train.engine import engine"),
         ("mca_train.groups", "if TYPE_CHECKING:\n    from mca_train.lr_schedule import LearningRate"),
         ("mca_models.storage.copy_plan", "from mca_models.checkpoint.placement import stored"),
         ("mca_models.megatron.state.save", "from mca_models.megatron.virtual_models import VirtualModels"),

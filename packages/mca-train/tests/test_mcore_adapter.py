@@ -14,7 +14,7 @@ from mca_config.errors import McaError
 from mca_convert.cli import main as convert
 from mca_models.templates import config_from_hf, get_family
 from mca_train.cli import main
-from mca_train.clients.models import ClientModels, client_name
+from mca_train.clients.mcore_adapter.mcore_adapter.models.auto import ClientModels, client_name
 from mca_train.clients.options import client_arguments, translate
 from mca_train.clients.unsupported import reject_unsupported
 

@@ -14,14 +14,13 @@ from mca_config import TrainingArguments
 from mca_config.layout import ParallelLayout
 from mca_models.megatron import platform
 from mca_train.batching.collate import PadCollator
-from mca_train.batching.loaders import Loaders
 from mca_train.engine.ddp_wrappers import register_wrapper
+from mca_train.engine.engine import Pipeline
 from mca_train.engine.offload import as_adam
-from mca_train.engine.pipeline import Pipeline
 from mca_train.engine.rng import preserved_rng
 from mca_train.trainer.evaluator import Evaluator
+from mca_train.trainer.loaders import Loaders, StepLoaders
 from mca_train.trainer.logger import Logger
-from mca_train.trainer.step_loaders import StepLoaders
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -170,7 +169,7 @@ def test_what_was_made_of_a_dataset_goes_when_the_trainer_has_another(tmp_path: 
 def test_a_step_leaves_no_length_to_ropes(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core import pipeline_parallel
 
-    from mca_train.engine import pipeline as module
+    from mca_train.engine import engine as module
 
     rope = SimpleNamespace(longest_sequence=0)
 

@@ -360,7 +360,7 @@ def test_packs_are_refused_by_models_and_by_log_probs(monkeypatch: pytest.Monkey
 def test_the_documentation_says_why(
     config: McaModelConfig, layout: ParallelLayout, settings: dict[str, Any]
 ) -> None:
-    page = Path(__file__).parents[4] / "docs" / "limits.md"
+    page = Path(__file__).parents[4] / "docs" / "reference" / "combinations.md"
     with pytest.raises(McaError) as error:
         check(config, layout, **settings)
     (sentence,) = str(error.value).split(": ", 1)[1:]

@@ -71,10 +71,12 @@ def test_all_ranks_have_the_rows_of_the_one_with_most(
         assert tokens == ("fp8", "fp8_recipe") and step == ("cpu", "transformer_impl", packed)
         return 8
 
-    monkeypatch.setattr(forward, "sequence_multiple", multiple)
-    monkeypatch.setattr(forward, "fp8_token_multiple", lambda fp8, recipe: (fp8, recipe))
+    monkeypatch.setattr(model_forward, "sequence_multiple", multiple)
+    monkeypatch.setattr(model_forward, "fp8_token_multiple", lambda fp8, recipe: (fp8, recipe))
     monkeypatch.setattr(
-        forward, "length_multiple", lambda device, implementation, *, packed: (device, implementation, packed)
+        model_forward,
+        "length_multiple",
+        lambda device, implementation, *, packed: (device, implementation, packed),
     )
     names = ("sequence_parallel", "fp8", "fp8_recipe", "transformer_impl")
     megatron = SimpleNamespace(

@@ -7,13 +7,13 @@ from mca_config.errors import McaError
 from mca_models.megatron.layers.zigzag import take_rank_tokens
 from mca_train.batching.collate import (
     CollatorFormat,
-    CountedSamples,
     PadCollator,
     StepCollator,
     _require_right_padding,
     _with_sources,
 )
 from mca_train.batching.packing import pack_row
+from mca_train.batching.sampling import CountedSamples
 from mca_train.data.token_dataset import TokenDataset
 
 SAMPLES = [([1, 2, 3], [False, True, True]), ([4, 5, 6, 7, 8], [True] * 5), ([9, 9], [True, True])]

@@ -15,10 +15,9 @@ from mca_config import TrainingArguments
 from mca_config.errors import McaError, UsageError
 from mca_config.layout import ParallelLayout
 from mca_train import TokenDataset
-from mca_train.batching import loaders as module
 from mca_train.batching.collate import PadCollator
 from mca_train.batching.kto_kl_pairs import KtoKlPairs
-from mca_train.batching.loaders import Loaders, iterate_steps, resume_position
+from mca_train.batching.packing import packing_multiple
 from mca_train.batching.position import RunPosition
 from mca_train.batching.sampling import (
     BatchShape,
@@ -28,6 +27,8 @@ from mca_train.batching.sampling import (
     is_stream,
     require_steps,
 )
+from mca_train.trainer import loaders as module
+from mca_train.trainer.loaders import Loaders, iterate_steps, resume_position
 
 DATA = [{"input_ids": torch.arange(3) + number} for number in range(12)]
 
@@ -172,7 +173,7 @@ def test_packed_sequences_are_cut_for_each_context_rank_and_its_mirror(
     length: int, multiple: int, context: int, made: Loaders
 ) -> None:
     made.ranks.layout = ParallelLayout(context_parallel_size=context)  # type: ignore[misc]
-    assert made._sequence_multiple() == multiple
+    assert packing_multiple(context) == multiple
     assert made._pack([{"input_ids": torch.arange(7)}], "a", None).fill.length == length
 
 

@@ -14,8 +14,8 @@ from mca_config import TrainingArguments
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
 from mca_train.batching.collate import CollatorFormat, PadCollator
-from mca_train.batching.loaders import Loaders
 from mca_train.batching.packing import PackedDataset
+from mca_train.trainer.loaders import Loaders
 
 
 def loaders(folder: Path, layout: ParallelLayout, **made_with: Any) -> Loaders:

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from mca_config.errors import McaError
-from mca_train.batching.collate import CountedSamples, PadCollator, StepCollator
+from mca_train.batching.collate import PadCollator, StepCollator
 from mca_train.batching.packing import (
     PackedDataset,
     PackedSequence,
@@ -12,7 +12,7 @@ from mca_train.batching.packing import (
     require_plain_sample,
     sequence_lengths,
 )
-from mca_train.batching.sampling import PackedStream
+from mca_train.batching.sampling import CountedSamples, PackedStream
 from mca_train.data.token_dataset import PairDataset, TokenDataset
 
 

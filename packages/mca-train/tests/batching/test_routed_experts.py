@@ -8,8 +8,7 @@ import torch
 from mca_config.errors import McaError
 from mca_config.model.moe import Moe
 from mca_models.megatron.features.router_replay import RoutedExperts
-from mca_train.batching.collate import CollatorFormat, PadCollator, StepCollator
-from mca_train.batching.routed_experts import ExpertBatching
+from mca_train.batching.collate import CollatorFormat, ExpertBatching, PadCollator, StepCollator
 
 LENGTHS = (3, 8)
 

@@ -3,9 +3,9 @@ from itertools import chain
 import pytest
 import torch
 
-from mca_train.batching.loaders import resume_position
 from mca_train.batching.position import RunPosition
 from mca_train.batching.sampling import BatchShape, StepSampler, StepStream
+from mca_train.trainer.loaders import resume_position
 
 
 def steps(num_samples, *, mbs=1, micro=1, dp=1, multiple=1, smallest=None, epoch=0, first=0, **options):

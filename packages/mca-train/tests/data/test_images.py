@@ -16,8 +16,9 @@ from PIL import Image
 
 from mca_config.errors import McaError
 from mca_models.megatron.features.sequence_media import MediaJoiner
-from mca_train.batching.collate import CountedSamples, PadCollator, StepCollator
+from mca_train.batching.collate import PadCollator, StepCollator
 from mca_train.batching.packing import PackedDataset
+from mca_train.batching.sampling import CountedSamples
 from mca_train.config.arguments import DataArguments
 from mca_train.data.image_files import open_image
 from mca_train.data.image_processors import image_tokens

@@ -207,8 +207,8 @@ def test_errors_name_the_row_of_the_file_whatever_the_order(kind, tmp_path):
 def test_an_error_of_a_worker_is_one_line(tmp_path):
     from torch.utils.data import DataLoader
 
-    from mca_train.batching.loaders import iterate_steps
     from mca_train.batching.sampling import BatchShape, StepStream
+    from mca_train.trainer.loaders import iterate_steps
 
     file = tmp_path / "a.jsonl"
     file.write_text('{"prompt": "a", "completion": 3}\n')

@@ -11,9 +11,9 @@ import torch
 from mca_config.errors import McaError
 from mca_models.megatron import platform
 from mca_train.batching.micro_batch import MicroBatch
-from mca_train.engine import ddp_wrappers, pipeline
+from mca_train.engine import ddp_wrappers, engine
+from mca_train.engine.engine import Pipeline, _packed_params
 from mca_train.engine.finite import name_nan_gradient
-from mca_train.engine.pipeline import Pipeline, _packed_params
 
 
 def micro_batch(**changes: Any) -> MicroBatch:
@@ -49,11 +49,11 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     found: list[Any] = []
 
     def note(name: str) -> None:
-        monkeypatch.setattr(pipeline, name, lambda *values: found.append((name, *values)))
+        monkeypatch.setattr(engine, name, lambda *values: found.append((name, *values)))
 
     for name in ("set_longest_sequence", "set_routed_experts", "require_replayed", "replay_in_backward"):
         note(name)
-    monkeypatch.setattr(pipeline, "pass_sequence_ids", lambda batch, model: "ids")
+    monkeypatch.setattr(engine, "pass_sequence_ids", lambda batch, model: "ids")
     return found
 
 
@@ -147,7 +147,7 @@ def test_packed_sequences_keep_their_ends_on_the_host() -> None:
     params = _packed_params(batch, ends)
     assert (params.qkv_format, params.max_seqlen_q, params.max_seqlen_kv) == ("thd", 6, 6)
     assert params.cu_seqlens_q is ends and params.cu_seqlens_kv is ends
-    assert getattr(params, pipeline.set_packed_lengths.__globals__["PACKED_ENDS"]) == [0, 4, 10]
+    assert getattr(params, engine.set_packed_lengths.__globals__["PACKED_ENDS"]) == [0, 4, 10]
     assert _packed_params(batch, None) is None and _packed_params(micro_batch(), ends) is None
 
 
@@ -169,9 +169,9 @@ def test_the_schedule_runs_all_micro_batches_once_for_each_chunk(
     monkeypatch.setattr(
         upstream, "get_forward_backward_func", lambda: lambda **options: calls.append(options)
     )
-    monkeypatch.setattr(pipeline.parallel, "activate_process_groups", lambda models: None)
-    monkeypatch.setattr(pipeline, "widened_length", lambda *_, has_media: width if has_media else 0)
-    monkeypatch.setattr(pipeline, "routed_passes", lambda models: nullcontext())
+    monkeypatch.setattr(engine.parallel, "activate_process_groups", lambda models: None)
+    monkeypatch.setattr(engine, "widened_length", lambda *_, has_media: width if has_media else 0)
+    monkeypatch.setattr(engine, "routed_passes", lambda models: nullcontext())
     models = ["a", "b"][:chunks]
     each: Any = SimpleNamespace(
         chunks=models,
@@ -207,8 +207,8 @@ def test_the_schedule_runs_all_micro_batches_once_for_each_chunk(
 
 def test_a_pipeline_installs_losses_once_for_each_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     installed: list[Any] = []
-    monkeypatch.setattr(pipeline.moe_aux, "install_aux_losses", installed.append)
-    monkeypatch.setattr(pipeline.mtp, "install_mtp_loss", installed.append)
+    monkeypatch.setattr(engine.moe_aux, "install_aux_losses", installed.append)
+    monkeypatch.setattr(engine.mtp, "install_mtp_loss", installed.append)
     shared, own = SimpleNamespace(), SimpleNamespace()
     chunks: Any = [SimpleNamespace(config=config) for config in (shared, shared, own)]
     made = Pipeline(chunks, token_sum, wants_logits=True)
@@ -216,9 +216,7 @@ def test_a_pipeline_installs_losses_once_for_each_configuration(monkeypatch: pyt
     assert installed == [chunks, chunks] and made.models == chunks
     assert made._wants_logits and not Pipeline(chunks, token_sum)._wants_logits
     asked: list[Any] = []
-    monkeypatch.setattr(
-        pipeline, "length_dependent_ropes", lambda model: asked.append(model) or (len(asked),)
-    )
+    monkeypatch.setattr(engine, "length_dependent_ropes", lambda model: asked.append(model) or (len(asked),))
     for _ in range(2):
         assert [made._length_dependent_ropes(each) for each in chunks] == [(1,), (2,), (3,)]
     assert asked == chunks
@@ -231,7 +229,7 @@ def test_a_pipeline_installs_losses_once_for_each_configuration(monkeypatch: pyt
 
 
 def test_dropout_is_off_while_parameters_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "gathered_params", lambda models: nullcontext())
+    monkeypatch.setattr(engine, "gathered_params", lambda models: nullcontext())
     chunks = [torch.nn.Linear(1, 1), torch.nn.Linear(1, 1).eval()]
     each: Any = SimpleNamespace(chunks=chunks, models=chunks)
     with pytest.raises(KeyError), Pipeline.params_gathered(each):

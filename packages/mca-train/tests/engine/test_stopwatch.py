@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 import torch
 
-from mca_train.engine import pipeline
-from mca_train.engine.pipeline import Stopwatch
+from mca_train.engine import engine
+from mca_train.engine.engine import Stopwatch
 
 
 def test_blocks_on_the_host_are_averaged_over_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([1.0, 3.0, 10.0, 16.0, 20.0, 21.0])
-    monkeypatch.setattr(pipeline.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(engine.time, "perf_counter", lambda: next(clock))
     watch = Stopwatch(torch.device("cpu"))
     for _ in range(2):
         watch.begin_step()

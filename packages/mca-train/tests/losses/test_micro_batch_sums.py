@@ -12,6 +12,7 @@ from mca_config.errors import McaError
 from mca_models.megatron import platform
 from mca_train import groups
 from mca_train.batching.micro_batch import MicroBatch
+from mca_train.engine.engine import Pipeline
 from mca_train.losses import loss_inputs, moe_aux, mtp, token_loss
 from mca_train.losses.moe_aux import AuxLossState
 from mca_train.losses.mtp import MtpLoss
@@ -23,7 +24,7 @@ from mca_train.losses.preference import (
     sequence_logps,
     split_pairs,
 )
-from mca_train.losses.token_loss import StepCounts, count_step, megatron_loss, num_targets, sum_micro_batches
+from mca_train.losses.token_loss import StepCounts, StepLoss, count_step, megatron_loss, num_targets
 from mca_train.trainer import dpo
 from mca_train.trainer.dpo import DpoTrainer
 
@@ -93,14 +94,18 @@ def test_a_default_loss_is_the_sum_over_targets() -> None:
     assert len(sums) == 1 and sums[0] is both
 
 
+def step_loss(rows: list[torch.Tensor], device: str = "cpu") -> StepLoss:
+    made: Any = SimpleNamespace(_micro_batch_sums=rows, _device=torch.device(device))
+    return Pipeline._step_loss(made)
+
+
 def test_micro_batches_are_added_up_and_stages_without_loss_have_zeros() -> None:
-    rows = [torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0])]
-    found = sum_micro_batches(rows, torch.device("cpu"))
+    found = step_loss([torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0])])
     assert (float(found.loss_sum), float(found.targets)) == (11, 22)
-    none = sum_micro_batches([], torch.device("meta"))
+    none = step_loss([], "meta")
     assert none.targets.dtype == torch.float64 and none.loss_sum.device.type == "meta"
     assert none.loss_sum.shape == none.targets.shape == ()
-    zeros = sum_micro_batches([], torch.device("cpu"))
+    zeros = step_loss([])
     assert (float(zeros.loss_sum), float(zeros.targets)) == (0, 0)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mca_train import groups
-from mca_train.engine.pipeline import Stopwatch
+from mca_train.engine.engine import Stopwatch
 from mca_train.metrics import stragglers, throughput
 from mca_train.metrics.meters import LossMeter
 from mca_train.metrics.stragglers import Stragglers

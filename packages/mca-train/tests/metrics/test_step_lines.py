@@ -81,7 +81,7 @@ def test_a_bar_is_drawn_where_it_is_asked_for(monkeypatch):
         lines = StepLines(bar=bar)
         lines.on_train_begin("args", state, "control")
         lines.on_step_end("args", state, "control")
-        lines.on_prediction_step("args", state, "control", "loader")
+        lines.on_prediction_step("args", state, "control", eval_dataloader="loader")
         lines.on_train_end("args", state, "control")
     given = ("args", state, "control")
     assert calls == [

@@ -10,15 +10,15 @@ import pytest
 
 from mca_config.errors import McaError, UsageError
 from mca_config.layout import ParallelLayout
-from mca_train.batching.collate import CountedSamples
 from mca_train.batching.position import RunLength
+from mca_train.batching.sampling import CountedSamples
 from mca_train.checkpoint.writer import CheckpointWriter
-from mca_train.trainer import evaluator, model_runner, saver, step_loaders
+from mca_train.trainer import evaluator, loaders, model_runner, saver
 from mca_train.trainer.base import Progress
 from mca_train.trainer.evaluator import EvaluationStopped, Evaluator
+from mca_train.trainer.loaders import StepLoaders, log_plan
 from mca_train.trainer.model_runner import ModelRunner, Training
 from mca_train.trainer.saver import OutputDir
-from mca_train.trainer.step_loaders import StepLoaders, log_plan
 
 
 @dataclass
@@ -98,8 +98,8 @@ def test_the_first_step_of_a_run_is_compared_between_ranks(
 ) -> None:
     made = data([])
     made._hf.state.global_step = step
-    monkeypatch.setattr(step_loaders, "iterate_steps", lambda loader: ["steps"])
-    monkeypatch.setattr(step_loaders, "check_first_step", lambda *given: given)
+    monkeypatch.setattr(loaders, "iterate_steps", lambda loader: ["steps"])
+    monkeypatch.setattr(loaders, "check_first_step", lambda *given: given)
     samples = CountedSamples.__new__(CountedSamples)
     samples.samples = "samples"
     loader: Any = SimpleNamespace(dataset=samples if counted else object(), batch_sampler="rounds")

@@ -19,6 +19,7 @@ from mca_config.checks import (
     sequence_multiple,
 )
 from mca_config.errors import McaError, raise_problems
+from mca_config.layout import ParallelLayout
 from mca_config.types import JsonObject
 from mca_models.megatron import platform
 from mca_models.megatron.distributed import parallel
@@ -30,7 +31,7 @@ from mca_models.megatron.features.sequence_media import SequenceMedia, media_joi
 from mca_models.megatron.layers.rope import length_dependent_ropes, set_longest_sequence
 from mca_models.megatron.layers.zigzag import restore_token_order, take_rank_tokens
 from mca_models.megatron.tensors import weights_dtype
-from mca_models.megatron.types import GptModel, MegatronModule
+from mca_models.megatron.types import GptModel, MegatronConfig, MegatronModule
 
 GivenMedia = Sequence[SequenceMedia | Mapping[str, Tensor] | None]
 """For each sequence the outputs of the checkpoint's processor, or located media such as a sample's; None: none."""
@@ -153,16 +154,21 @@ def require_same_inputs(everyone: Sequence[tuple[int, int]]) -> None:
 def _padded(models: LiveModel, tokens: Tensor) -> Tensor:
     """Pad each row with token 0 to a length that the layout can shard, and the rows to whole micro-batches."""
     batch, length = tokens.shape
-    layout = models.rank_context.layout
-    multiple = sequence_multiple(
-        layout,
-        models.megatron.sequence_parallel,
-        tokens=fp8_token_multiple(models.megatron.fp8, models.megatron.fp8_recipe),
-        step=length_multiple(tokens.device.type, models.megatron.transformer_impl, packed=False),
-    )
-    columns = -length % multiple
+    columns = -length % row_multiple(models.rank_context.layout, models.megatron, tokens.device, packed=False)
     rows = -batch % micro_batch_group(models)
     return torch.nn.functional.pad(tokens, (0, columns, 0, rows))
+
+
+def row_multiple(
+    layout: ParallelLayout, megatron: MegatronConfig, device: torch.device, *, packed: bool
+) -> int:
+    """Return the multiple that rows are padded to, so that the layout can shard them."""
+    return sequence_multiple(
+        layout,
+        megatron.sequence_parallel,
+        tokens=fp8_token_multiple(megatron.fp8, megatron.fp8_recipe),
+        step=length_multiple(device.type, megatron.transformer_impl, packed=packed),
+    )
 
 
 def micro_batch_group(models: LiveModel) -> int:

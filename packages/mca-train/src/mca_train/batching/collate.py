@@ -6,42 +6,52 @@ from itertools import accumulate, chain
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from mca_config.checks import require_learned_positions
 from mca_config.errors import McaError
+from mca_config.model_config import McaModelConfig
 from mca_config.printable import counted
 from mca_config.types import JsonObject
-from mca_models.megatron.features.sequence_media import MediaJoiner
+from mca_models.megatron.features.router_replay import LIVE, checked_experts
+from mca_models.megatron.features.sequence_media import MediaJoiner, media_joiner
+from mca_models.megatron.forward import row_multiple
 from mca_models.megatron.layers.zigzag import take_rank_tokens
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.batching.packing import (
+    ROUTED_EXPERTS,
     PackedSequence,
     collect_values,
     count_samples,
     count_tokens,
+    has_experts,
     kl_sequence,
     pack_row,
+    packing_multiple,
     pad_row,
+    require_expert_rows,
     require_integers,
     require_vocabulary,
     row_length,
     sample_tokens,
     split_sequences,
-)
-from mca_train.batching.routed_experts import (
-    Cut,
-    ExpertBatching,
-    Sequences,
-    experts_checksum,
-    require_expert_rows,
     without_experts,
 )
 from mca_train.batching.sample_consistency import checksum, combine_checksums
 from mca_train.data.token_dataset import IGNORED, VALUES
-from mca_train.types import PreTrainedTokenizerBase, Sample, SampleSource
+from mca_train.groups import Ranks
+from mca_train.types import PreTrainedTokenizerBase, Sample, Upstream, VirtualModels
 
 Collator = Callable[[list[JsonObject]], dict[str, Tensor]]
+
+Cut = Callable[[Tensor, int], Tensor]
+"""Function from a full tensor and an axis to the shard of this context-parallel rank."""
+
+Sequences = list[tuple[Sample, bool]]
+"""Sequences of a micro-batch, each with a flag that is False for sequences that do not count."""
+
+_WHERE = f"{ROUTED_EXPERTS!r} of a sample"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,11 +79,10 @@ class PadCollator:
         """Return ``input_ids`` and ``labels`` ``[b, s]``, ``num_tokens`` ``[b]`` without padding, and ``values``."""
         samples = [sample_tokens(_with_tokens(feature)) for feature in features]
         ids, labels = [tokens for tokens, _ in samples], [targets for _, targets in samples]
-        pad = torch.nn.utils.rnn.pad_sequence
         values = collect_values(features)
         return {
-            "input_ids": pad(ids, batch_first=True, padding_value=self.pad_token_id),
-            "labels": pad(labels, batch_first=True, padding_value=IGNORED),
+            "input_ids": pad_sequence(ids, batch_first=True, padding_value=self.pad_token_id),
+            "labels": pad_sequence(labels, batch_first=True, padding_value=IGNORED),
             "num_tokens": torch.tensor([count_tokens(feature) for feature in features]),
             **({VALUES: torch.stack(values)} if values else {}),
         }
@@ -88,20 +97,60 @@ def _with_tokens(sample: Sample) -> Sample:
     return sample
 
 
-class CountedSamples(Dataset[tuple[Sample, bool]]):
-    """Dataset in which index ``~i`` returns sample ``i`` marked as one that does not count."""
+@dataclass(frozen=True, kw_only=True)
+class ExpertBatching:
+    """Check and batching of the experts of samples.
 
-    def __init__(self, dataset: SampleSource) -> None:
-        self.samples = dataset
+    Args:
+        config: The model; None: its experts are not checked, and none may be given.
+        required: Every sample must have experts.
+    """
 
-    def __len__(self) -> int:
-        return len(self.samples)
+    config: McaModelConfig | None = None
+    required: bool = False
 
-    def __getitem__(self, index: int) -> tuple[Sample, bool]:
-        return self.samples[max(index, ~index)], index >= 0
+    def checked(self, groups: Sequence[Sequences]) -> list[Sequences]:
+        """Return the sequences of all micro-batches with their experts as int16 ``[tokens, layers, topk]``.
 
-    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Sample, bool]]:
-        return [self[index] for index in indices]
+        Raises:
+            McaError: Experts are wrong, or only some samples have them.
+        """
+        present = [has_experts(each) for group in groups for each, _ in group]
+        if not all(present) and (self.required or any(present)):
+            raise McaError(
+                f"a sample of the dataset has no {ROUTED_EXPERTS!r}, which "
+                f"{'this trainer requires' if self.required else 'other samples have'}; give each sample its experts, "
+                f"{LIVE} for tokens without"
+            )
+        if not any(present):
+            return [*groups]
+        return [[(self._checked(each), counts) for each, counts in group] for group in groups]
+
+    def _checked(self, sequence: Sample) -> Sample:
+        if self.config is None:
+            raise McaError(f"{_WHERE} is given, but the model of these batches is not known; remove it")
+        experts = torch.as_tensor(sequence[ROUTED_EXPERTS])
+        tokens = len(sequence["input_ids"])
+        if experts.ndim != 3 or len(experts) != tokens:
+            raise McaError(
+                f"{_WHERE} has shape {list(experts.shape)} for {tokens} tokens; expected [{tokens}, layers, topk], "
+                f"with {LIVE} for tokens without, such as the last one of an engine"
+            )
+        return {**sequence, ROUTED_EXPERTS: checked_experts(self.config, experts, _WHERE)}
+
+    def add_experts(
+        self, batch: MicroBatch, sequences: Sequences, lengths: Sequence[int], cut: Cut
+    ) -> MicroBatch:
+        """Return ``batch`` with the experts of ``sequences``, each padded to one of ``lengths``, packed or not."""
+        found = [sequence[ROUTED_EXPERTS] for sequence, _ in sequences if has_experts(sequence)]
+        if not found:
+            return batch
+        found += [found[0][:0]] * (len(lengths) - len(found))  # padding of a pack
+        padded = [
+            cut(pad(each[:length], (0, 0, 0, 0, 0, length - len(each[:length])), value=LIVE)[None], 1)
+            for each, length in zip(found, lengths, strict=True)
+        ]
+        return replace(batch, routed_experts=torch.cat(padded, 1 if batch.cu_seqlens is not None else 0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,10 +178,16 @@ class BatchOptions:
     vocab_size: int | None = None
     num_classes: int | None = None
 
-    @property
-    def batch_options(self) -> JsonObject:
-        """Options by name."""
-        return {option.name: getattr(self, option.name) for option in fields(BatchOptions)}
+
+def model_options(models: VirtualModels, ranks: Ranks, *, requires_experts: bool = False) -> JsonObject:
+    """Return the `BatchOptions` that depend on the model only, by name."""
+    config = models.config
+    return {
+        "images": media_joiner(config, decodes=ranks.is_first_stage),
+        "experts": ExpertBatching(config=config, required=requires_experts),
+        "positions": config.max_position_embeddings if config.embedding.learned_positions else None,
+        "vocab_size": config.vocab_size,
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +210,28 @@ class StepCollator(BatchOptions):
     length: int | None = None
     packed: bool = False
 
+    @classmethod
+    def for_rank(
+        cls,
+        options: BatchOptions,
+        ranks: Ranks,
+        megatron: Upstream,
+        *,
+        micro_batch_size: int,
+        packed: bool,
+        length: int | None = None,
+    ) -> "StepCollator":
+        """Return the collator of a rank for a model with Megatron's ``TransformerConfig``."""
+        return cls(
+            **{option.name: getattr(options, option.name) for option in fields(BatchOptions)},
+            micro_batch_size=micro_batch_size,
+            multiple=row_multiple(ranks.layout, megatron, ranks.device, packed=packed),
+            context_parallel_size=ranks.layout.cp,
+            context_parallel_rank=ranks.context_parallel_rank,
+            length=length,
+            packed=packed,
+        )
+
     def __call__(self, samples: Sequence[tuple[Sample, bool]]) -> StepBatch:
         """Collate the ``(sample, counts)`` pairs of this rank."""
         batch = self._step_batch(samples)
@@ -173,8 +250,9 @@ class StepCollator(BatchOptions):
         micro_batches, lengths, digest = self._pack(flat) if self.packed else self._pad_batches(flat)
         if self.positions is not None:
             require_learned_positions(max(lengths), self.positions)
-        if (experts := experts_checksum(chain(*flat))) is not None:
-            digest = combine_checksums(digest, experts)
+        experts = [sequence[ROUTED_EXPERTS] for sequence, _ in chain(*flat) if has_experts(sequence)]
+        if experts:
+            digest = combine_checksums(digest, checksum(experts))
         micro_batches = tuple(
             self._add_sequence_data(batch, group) for batch, group in zip(micro_batches, flat, strict=True)
         )
@@ -226,8 +304,7 @@ class StepCollator(BatchOptions):
 
     def _pack(self, groups: Sequence[Sequences]) -> tuple[tuple[MicroBatch, ...], list[int], int]:
         """Return the micro-batches, the number of counted tokens per sequence, and the checksum over all tokens."""
-        size = self.context_parallel_size
-        multiple = 2 * size if size > 1 else 1
+        multiple = packing_multiple(self.context_parallel_size)
         rows = [pack_row(group, multiple, self.pad_token_id) for group in groups]
         if self.vocab_size is not None:
             for sequence in chain(*rows):
@@ -462,7 +539,7 @@ def shift_labels(labels: Tensor) -> Tensor:
 
 
 def _pad(values: Tensor, length: int, value: int) -> Tensor:
-    return torch.nn.functional.pad(values, (0, length - values.shape[1]), value=value)
+    return pad(values, (0, length - values.shape[1]), value=value)
 
 
 def pad_token(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -3,7 +3,7 @@
 Padding a batch to its longest sample wastes compute on padding tokens; packs contain almost none.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,6 +65,11 @@ class PackingStats:
             f"{self.length}: "
             f"{self.rate:.1%} full (padded to the longest: {self.padded_rate:.1%})"
         )
+
+
+def packing_multiple(context_parallel_size: int) -> int:
+    """Return the multiple that packed sequences are padded to."""
+    return 2 * context_parallel_size if context_parallel_size > 1 else 1
 
 
 def describe_packs(room: int, multiple: int) -> str:
@@ -389,3 +394,34 @@ def collect_values(sequences: Sequence[Sample]) -> list[torch.Tensor]:
     return [
         torch.as_tensor(each[VALUES]) if VALUES in each else torch.zeros_like(known) for each in sequences
     ]
+
+
+def has_experts(sample: Sample) -> bool:
+    """Return whether ``sample`` has experts."""
+    return isinstance(sample, Mapping) and ROUTED_EXPERTS in sample
+
+
+def without_experts(feature: Sample) -> Sample:
+    """Return ``feature`` without its experts, which data collators cannot pad."""
+    if not has_experts(feature):
+        return feature
+    return {name: value for name, value in feature.items() if name != ROUTED_EXPERTS}
+
+
+def require_expert_rows(features: Sequence[Sample], num_tokens: torch.Tensor, *, shifted: bool) -> None:
+    """Raise if a collator changed the tokens of samples with experts.
+
+    Args:
+        features: Samples of a micro-batch.
+        num_tokens: Tokens of each row of the collator.
+        shifted: Rows have one token less than samples.
+
+    Raises:
+        McaError: A row has another number of tokens than its sample.
+    """
+    for feature, tokens in zip(features, num_tokens.tolist(), strict=True):
+        if has_experts(feature) and tokens != count_tokens(feature) - shifted:
+            raise McaError(
+                f"data_collator made a row of {tokens} tokens of a sample with {count_tokens(feature)}, whose "
+                f"{ROUTED_EXPERTS!r} then belong to other tokens; let it keep all tokens, or remove the column"
+            )

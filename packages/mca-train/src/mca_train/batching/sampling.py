@@ -6,7 +6,7 @@ tokenized only on the rank, and by the loader worker, that trains on them.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.utils.data
 from numpy.typing import NDArray
-from torch.utils.data import IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 
 from mca_config.errors import McaError
 from mca_config.printable import counted
@@ -131,6 +131,22 @@ def rank_samples(samples: Indices, shape: BatchShape) -> list[int]:
     places[: len(samples)] = samples
     grid = places.reshape(micro_batches, shape.data_parallel_size, shape.micro_batch_size)
     return [int(index) for index in grid[:, shape.data_parallel_rank].reshape(-1)]
+
+
+class CountedSamples(Dataset[tuple[Sample, bool]]):
+    """Dataset in which index ``~i`` returns sample ``i`` marked as one that does not count."""
+
+    def __init__(self, dataset: SampleSource) -> None:
+        self.samples = dataset
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple[Sample, bool]:
+        return self.samples[max(index, ~index)], index >= 0
+
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Sample, bool]]:
+        return [self[index] for index in indices]
 
 
 def is_stream(dataset: SampleSource) -> bool:

@@ -1,4 +1,4 @@
-"""Backend ``mca`` of ms-swift's Megatron trainer; ``docs/ms_swift.md`` has the patch of ms-swift that calls it.
+"""Backend ``mca`` of ms-swift's Megatron trainer; ``docs/other_programs.md`` has the patch of ms-swift that calls it.
 
 mca builds, fills and exports the model; ms-swift trains it with its loop, optimizer and ``torch_dist`` checkpoints.
 """

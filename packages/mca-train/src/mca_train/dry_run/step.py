@@ -20,7 +20,6 @@ from mca_models import AutoModel
 from mca_models.megatron import platform
 from mca_models.megatron.peft import attach_adapter
 from mca_models.megatron.platform import replaced
-from mca_train.batching.loaders import iterate_steps
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.config.model import make_adapter, model_config
 from mca_train.config.model_parts import trained_parts
@@ -54,6 +53,7 @@ from mca_train.dry_run.tracker import (
 from mca_train.engine.engine import Engine
 from mca_train.plan.audio_memory import PlannedMedia
 from mca_train.plan.schedule import Pass
+from mca_train.trainer.loaders import iterate_steps
 
 if TYPE_CHECKING:
     from mca_config.model_config import McaModelConfig

@@ -118,9 +118,3 @@ def megatron_loss(
         return loss_sum, targets.to(torch.int), both
 
     return loss
-
-
-def sum_micro_batches(sums: list[Tensor], device: torch.device) -> StepLoss:
-    """Return the sums of a step from those of its micro-batches; zeros on stages without the loss."""
-    total = torch.stack(sums).sum(0) if sums else torch.zeros(2, dtype=torch.float64, device=device)
-    return StepLoss(total[0], total[1])

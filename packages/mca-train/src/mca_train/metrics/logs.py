@@ -153,6 +153,8 @@ class StepLines(ProgressCallback):  # type: ignore[misc]
     def __init__(self, *, bar: bool) -> None:
         super().__init__()
         self._draws = bar
+        if not bar:
+            self.on_step_end = self.on_prediction_step = self.on_train_end = _do_nothing
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
@@ -163,32 +165,6 @@ class StepLines(ProgressCallback):  # type: ignore[misc]
             super().on_step_end(args, state, control, **kwargs)
         if state.is_world_process_zero and state.global_step:
             self._print(f"resuming after step {state.global_step} of {state.max_steps}")
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
-        """Advance the bar."""
-        if self._draws:
-            super().on_step_end(args, state, control, **kwargs)
-
-    def on_prediction_step(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        eval_dataloader: object = None,
-        **kwargs: object,
-    ) -> None:
-        """Advance the evaluation's bar."""
-        if self._draws:
-            super().on_prediction_step(args, state, control, eval_dataloader=eval_dataloader, **kwargs)
-
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
-        """Remove the bar."""
-        if self._draws:
-            super().on_train_end(args, state, control, **kwargs)
 
     def on_log(
         self,
@@ -219,6 +195,10 @@ class StepLines(ProgressCallback):  # type: ignore[misc]
         else:
             sys.stdout.write(line + "\n")
             sys.stdout.flush()
+
+
+def _do_nothing(*_: object, **__: object) -> None:
+    """Take the place of an event of the progress bar."""
 
 
 def format_log_line(logs: Mapping[str, object], step: int, steps: int) -> str | None:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from mca_train.batching.micro_batch import StepBatch
-from mca_train.engine.pipeline import Stopwatch
+from mca_train.engine.engine import Stopwatch
 from mca_train.groups import Ranks
 
 logger = logging.getLogger(__name__)

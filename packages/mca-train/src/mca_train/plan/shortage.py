@@ -49,10 +49,12 @@ def explain_shortage(
             "gradient_accumulation_steps or --gpus"
         )
 
-    def fits(changed: PlanInput, args: "TrainingArguments", times: int = 1) -> bool:
-        return _fits(changed, args, batch * times, gpus * times, hardware, allowed)
-
     usable = hardware.device.usable_gib
+
+    def fits(changed: PlanInput, args: "TrainingArguments", times: int = 1) -> bool:
+        found = _layouts(changed, args, batch * times, gpus * times, hardware, allowed)
+        return any(need <= usable * GIB and has_room() for has_room, need in found)
+
     too_large = least > usable * GIB
     alone = "alone need" if too_large else "need"
     reason = (
@@ -110,16 +112,3 @@ def _layouts(
             return not stages_over_limit(plan_layout(plan_input, args, layout, gpus), hardware.device)
 
         yield fits, minimum_memory(plan_input, args, layout, gpus)
-
-
-def _fits(
-    plan_input: PlanInput,
-    training: "TrainingArguments",
-    batch: int,
-    gpus: int,
-    hardware: Hardware,
-    allowed: Callable[[ParallelLayout], bool],
-) -> bool:
-    limit = hardware.device.usable_gib * GIB
-    found = _layouts(plan_input, training, batch, gpus, hardware, allowed)
-    return any(least <= limit and fits() for fits, least in found)

@@ -18,9 +18,9 @@ from mca_train.batching.sample_consistency import require_same_samples
 from mca_train.data.token_dataset import Samples
 from mca_train.metrics.meters import LossMeter, LossReport
 from mca_train.trainer.base import HfTrainer
+from mca_train.trainer.loaders import StepLoaders
 from mca_train.trainer.logger import Logger
 from mca_train.trainer.model_runner import ModelRunner
-from mca_train.trainer.step_loaders import StepLoaders
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader
 from transformers.trainer_utils import IntervalStrategy, TrainOutput, speed_metrics
 
 from mca_config.files import naming_read_errors
-from mca_train.batching.loaders import resume_position
 from mca_train.batching.micro_batch import StepBatch
 from mca_train.batching.position import RunLength, RunPosition
 from mca_train.batching.sampling import StepSampler, StepStream
@@ -23,11 +22,11 @@ from mca_train.engine.engine import StepResult
 from mca_train.engine.rng import has_dropout
 from mca_train.trainer.base import HfTrainer, Progress, is_early_stopped, name_missing_metric
 from mca_train.trainer.evaluator import EvaluationStopped, Evaluator
+from mca_train.trainer.loaders import StepLoaders, log_plan, resume_position
 from mca_train.trainer.logger import Logger
 from mca_train.trainer.model_runner import ModelRunner
 from mca_train.trainer.monitor import save_and_stop
 from mca_train.trainer.saver import Saver
-from mca_train.trainer.step_loaders import StepLoaders, log_plan
 
 logger = logging.getLogger(__name__)
 

@@ -8,9 +8,8 @@ from pathlib import Path
 from mca_config.errors import McaError
 from mca_models.megatron.log_probs.chunks import preserved_output
 from mca_train.checkpoint.model import load_weights
-from mca_train.engine.engine import Engine
+from mca_train.engine.engine import Engine, Pipeline
 from mca_train.engine.optimizer import select_trained_parts
-from mca_train.engine.pipeline import Pipeline
 from mca_train.engine.rng import preserved_rng
 from mca_train.losses.loss_inputs import chunk_losses, smooth_labels
 from mca_train.losses.token_loss import LossFunction

@@ -31,7 +31,7 @@ from mca_models.megatron.state.fingerprint import fingerprint
 from mca_train import groups
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.data.sample_images import SampleImages
-from mca_train.engine.pipeline import Pipeline
+from mca_train.engine.engine import Pipeline
 from mca_train.engine.rng import preserved_rng
 from mca_train.groups import Ranks
 from mca_train.losses.loss_inputs import chunk_losses, smooth_labels

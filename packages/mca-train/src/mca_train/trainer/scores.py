@@ -21,11 +21,11 @@ from torch.nn import functional
 from mca_config.errors import McaError
 from mca_train import groups
 from mca_train.batching.collate import CollatorFormat
-from mca_train.batching.loaders import Loaders
 from mca_train.batching.micro_batch import MicroBatch
 from mca_train.losses.options import SCORE_METRICS, ProblemType
 from mca_train.losses.token_loss import sequence_loss
 from mca_train.trainer.base import TrainerOptions
+from mca_train.trainer.loaders import Loaders
 from mca_train.trainer.reference import warn_trl_differences
 from mca_train.trainer.rules import RULES, classification, one_label
 from mca_train.trainer.trainer import McaTrainer

@@ -18,12 +18,9 @@ from transformers.trainer_utils import TrainOutput
 from mca_config.errors import McaError
 from mca_config.files import naming_read_errors
 from mca_config.training import TrainingArguments
-from mca_models.megatron.features.sequence_media import media_joiner
 from mca_train import groups
-from mca_train.batching.collate import Collator, CollatorFormat, PadCollator, pad_token
-from mca_train.batching.loaders import Loaders
+from mca_train.batching.collate import Collator, CollatorFormat, PadCollator, model_options, pad_token
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
-from mca_train.batching.routed_experts import ExpertBatching
 from mca_train.checkpoint import directory
 from mca_train.checkpoint.output_files import require_usable
 from mca_train.checkpoint.output_lock import OutputLock
@@ -37,6 +34,7 @@ from mca_train.metrics.logs import JsonlLog
 from mca_train.metrics.meters import MetricAccumulator
 from mca_train.trainer.base import HfTrainer, ModelView, Progress
 from mca_train.trainer.evaluator import EvaluationStopped, Evaluator
+from mca_train.trainer.loaders import Loaders, StepLoaders
 from mca_train.trainer.logger import Logger
 from mca_train.trainer.loop import Loop
 from mca_train.trainer.model_runner import ModelRunner
@@ -51,7 +49,6 @@ from mca_train.trainer.rules import (
     require_unset,
 )
 from mca_train.trainer.saver import Saver
-from mca_train.trainer.step_loaders import StepLoaders
 from mca_train.trainer.unused_options import warn
 
 if TYPE_CHECKING:
@@ -156,7 +153,6 @@ class McaTrainer(HfTrainer):
     def _new_loaders(
         self, pad_token_id: int, pack_length: int | None, collator_format: CollatorFormat
     ) -> Loaders:
-        config = self.model.config
         return Loaders(
             args=self.args,
             ranks=self.ranks,
@@ -165,10 +161,7 @@ class McaTrainer(HfTrainer):
             pad_token_id=pad_token_id,
             pack_length=pack_length,
             collator_format=collator_format,
-            experts=ExpertBatching(config=config, required=self.requires_routed_experts),
-            images=media_joiner(config, decodes=self.ranks.is_first_stage),
-            positions=config.max_position_embeddings if config.embedding.learned_positions else None,
-            vocab_size=config.vocab_size,
+            **model_options(self.model, self.ranks, requires_experts=self.requires_routed_experts),
         )
 
     def _assemble(self, loaders: Loaders) -> None:

@@ -19,6 +19,7 @@ from mca_models.megatron.features.topk_attention import (
 from mca_models.megatron.layers.attention import CoreAttention
 from mca_models.megatron.layers.dsa_indexer import rotated
 from mca_models.megatron.layers.rope import attention_factor, frequencies
+from mca_models.megatron.layers.zigzag import gather_full_sequences
 from mca_models.megatron.types import MegatronConfig, MegatronModule
 
 
@@ -134,7 +135,7 @@ class BlockSparseAttention(TopKSparseAttention):
             raise RuntimeError("core attention was called without its layer")
         hidden, self.hidden = self.gather_sequence(self.hidden), None
         positions = self.positions(lengths, hidden)
-        keys = self._sequences(self.indexer.keys(hidden, positions), lengths)
+        keys = gather_full_sequences(self.indexer.keys(hidden, positions), lengths, self.cp_group)
         return (self.indexer.queries(hidden, positions, self._groups()),), keys
 
     def _select(self, query_features: QueryFeatures, keys: Tensor, start: int) -> Tensor:

@@ -17,6 +17,7 @@ from mca_models.megatron.features.topk_attention import (
 from mca_models.megatron.layers.attention import CoreAttention
 from mca_models.megatron.layers.dsa_indexer import DsaIndexer, DsaSizes
 from mca_models.megatron.layers.rope import attention_factor, frequencies
+from mca_models.megatron.layers.zigzag import gather_full_sequences
 from mca_models.megatron.types import MegatronConfig, MegatronModule
 
 
@@ -39,7 +40,7 @@ class DsaAttention(TopKSparseAttention):
         hidden, compressed = self.gather_sequence(self.hidden), self.gather_sequence(self.compressed)
         self.hidden = self.compressed = None
         positions = self.positions(lengths, hidden)
-        keys = self._sequences(self.indexer.keys(hidden, positions), lengths)
+        keys = gather_full_sequences(self.indexer.keys(hidden, positions), lengths, self.cp_group)
         return (self.indexer.queries(compressed, positions), self.indexer.weights(hidden)), keys
 
     def _select(self, query_features: QueryFeatures, keys: Tensor, start: int) -> Tensor:

@@ -16,7 +16,6 @@ from mca_models.megatron.features.recurrent_layers import (
     SequenceMixer,
     linear_attention_settings,
     mixer_in_layers,
-    mixer_projections,
 )
 from mca_models.megatron.layers.sharded import ReplicatedLinear, cut_parameter
 from mca_models.megatron.types import MegatronConfig
@@ -44,9 +43,7 @@ class KimiDeltaAttention(SequenceMixer):
         self.heads = linear.linear_num_key_heads // self.groups.tp.size()
         rows, share = linear.linear_num_key_heads * self.width, self.heads * self.width
         inside = 3 * rows + linear.linear_num_key_heads + (0 if self.low_rank else 2 * rows)
-        self.in_proj, out_proj = mixer_projections(
-            config, column, row, self.groups.tp, rows=inside, inside=rows
-        )
+        self.in_proj, out_proj = self._projections(column, row, rows=inside, inside=rows)
         if self.low_rank:
             options = {"config": config, "init_method": config.init_method}
             self.gates_down = ReplicatedLinear(config.hidden_size, 2 * self.width, **options)

@@ -21,7 +21,6 @@ from mca_models.megatron.features.norms import FullWidthNorm
 from mca_models.megatron.features.recurrent_layers import (
     SequenceMixer,
     mixer_in_layers,
-    mixer_projections,
     separate_layer_states,
 )
 from mca_models.megatron.types import MegatronConfig
@@ -85,9 +84,7 @@ class LightningAttention(SequenceMixer):
         heads, self.channels = sizes.lightning_num_heads, sizes.lightning_head_dim
         width = heads * self.channels
         self.heads = heads // self.groups.tp.size()
-        self.in_proj, self.out_proj = mixer_projections(
-            config, column, row, self.groups.tp, rows=4 * width, inside=width
-        )
+        self.in_proj, self.out_proj = self._projections(column, row, rows=4 * width, inside=width)
         self.gate_norm = _GateNorm(config, heads, self.channels)
         share = self.heads * self.channels
         self.fused = {"in_proj.weight": ([3 * share, share], _PARTS)}

@@ -26,7 +26,6 @@ from mca_models.megatron.features.kernels import Kernel, find_kernel
 from mca_models.megatron.features.recurrent_layers import (
     CausalConvolution,
     SequenceMixer,
-    mixer_projections,
     mixer_spec,
     separate_layer_states,
     spec_in_layers,
@@ -170,9 +169,7 @@ class Mamba(SequenceMixer):
         self.sizes = [size // tp for size in sizes]
         self.head_groups = HeadGroups(given(model.mamba).mamba_num_groups, self.groups.tp)
         self.least_step = given(model.mamba).mamba_least_step
-        self.in_proj, self.out_proj = mixer_projections(
-            config, column, row, self.groups.tp, rows=sum(sizes), inside=sizes[0]
-        )
+        self.in_proj, self.out_proj = self._projections(column, row, rows=sum(sizes), inside=sizes[0])
         channels, kernel = sum(self.sizes[1:4]), given(model.mamba).mamba_conv_kernel_dim
         self.conv1d = CausalConvolution.build(
             channels, kernel, config, bias=given(model.mamba).mamba_conv_bias

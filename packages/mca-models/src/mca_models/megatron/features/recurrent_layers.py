@@ -18,7 +18,7 @@ from mca_config.types import Typed
 from mca_models.megatron.features.feature import LayerContext, SpecChanges
 from mca_models.megatron.features.kernels import Kernel, find_kernel
 from mca_models.megatron.layers.sharded import sharded_state
-from mca_models.megatron.layers.zigzag import rank_token_ranges, restore_token_order
+from mca_models.megatron.layers.zigzag import gather_full_sequences, rank_token_ranges
 from mca_models.megatron.names import Implementation
 from mca_models.megatron.types import (
     MegatronConfig,
@@ -46,7 +46,7 @@ def apply_to_full_sequences(
         group: The context-parallel group, over which the sequences are gathered.
     """
     lengths = _lengths(packed_seq_params, x.shape[0] * group.size())
-    outputs = [compute(sequence) for sequence in _sequences(x, lengths, group)]
+    outputs = [compute(sequence) for sequence in gather_full_sequences(x, lengths, group)]
     chunks = rank_token_ranges(lengths, group.rank(), group.size())
     local = [outputs[chunk.sequence].narrow(0, chunk.start, chunk.length) for chunk in chunks]
     return local[0] if len(local) == 1 else torch.cat(local)
@@ -117,41 +117,6 @@ def normed_linears(implementation: Implementation, *, norm: bool = True) -> tupl
     return ColumnParallelLinear, RowParallelLinear
 
 
-def mixer_projections(
-    config: MegatronConfig, column: Typed, row: Typed, group: ProcessGroup, *, rows: int, inside: int
-) -> tuple[MegatronModule, MegatronModule]:
-    """Return the input and the output projection of a mixer in place of attention.
-
-    Args:
-        config: Megatron's configuration.
-        column: Class of the first, column-parallel.
-        row: Class of the second, row-parallel.
-        group: Tensor-parallel group.
-        rows: Channels that the first gives, over all ranks.
-        inside: Channels that the second gets, over all ranks.
-    """
-    both = {"config": config, "bias": False, "is_expert": False, "tp_group": group}
-    in_proj: MegatronModule = column(
-        config.hidden_size,
-        rows,
-        init_method=config.init_method,
-        gather_output=False,
-        skip_bias_add=False,
-        tp_comm_buffer_name="fc1",
-        **both,
-    )
-    out_proj: MegatronModule = row(
-        inside,
-        config.hidden_size,
-        init_method=config.output_layer_init_method,
-        input_is_parallel=True,
-        skip_bias_add=True,
-        tp_comm_buffer_name="fc2",
-        **both,
-    )
-    return in_proj, out_proj
-
-
 class SequenceMixer(torch.nn.Module):
     """Base of a layer in place of attention that reads full sequences; subclasses mix in ``MegatronModule``.
 
@@ -168,6 +133,40 @@ class SequenceMixer(torch.nn.Module):
     in_proj: MegatronModule
     out_proj: MegatronModule
     groups: Typed
+    config: MegatronConfig
+
+    def _projections(
+        self, column: Typed, row: Typed, *, rows: int, inside: int
+    ) -> tuple[MegatronModule, MegatronModule]:
+        """Return the input and the output projection.
+
+        Args:
+            column: Class of the first, column-parallel.
+            row: Class of the second, row-parallel.
+            rows: Channels that the first gives, over all ranks.
+            inside: Channels that the second gets, over all ranks.
+        """
+        config = self.config
+        both = {"config": config, "bias": False, "is_expert": False, "tp_group": self.groups.tp}
+        in_proj: MegatronModule = column(
+            config.hidden_size,
+            rows,
+            init_method=config.init_method,
+            gather_output=False,
+            skip_bias_add=False,
+            tp_comm_buffer_name="fc1",
+            **both,
+        )
+        out_proj: MegatronModule = row(
+            inside,
+            config.hidden_size,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            skip_bias_add=True,
+            tp_comm_buffer_name="fc2",
+            **both,
+        )
+        return in_proj, out_proj
 
     def forward(
         self,
@@ -245,15 +244,6 @@ class CausalConvolution(torch.nn.Conv1d):
             return mixed
         mixed = conv1d(pad(x, (width - 1, 0)), self.weight, self.bias, groups=x.shape[1])
         return mixed if self.activation is None else silu(mixed)
-
-
-def _sequences(x: Tensor, lengths: tuple[int, ...], group: ProcessGroup) -> list[Tensor]:
-    """Return every full sequence ``[s, b, ...]``, gathered over the context ranks."""
-    if group.size() == 1:
-        return list(torch.split(x, list(lengths)))
-    from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
-
-    return restore_token_order(gather_from_sequence_parallel_region(x, group=group), lengths, group.size())
 
 
 def _lengths(packed_seq_params: PackedSeqParams, rows: int) -> tuple[int, ...]:

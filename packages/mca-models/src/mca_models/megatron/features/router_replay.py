@@ -77,6 +77,19 @@ class ReplayableTopK:
         return scores.gather(1, chosen)
 
 
+def router_with_choice(router: type, choice: Callable[[MegatronModule], ReplayableTopK]) -> type:
+    """Return a router class that chooses its experts with ``choice`` of the router."""
+
+    class RouterWithChoice(router):  # type: ignore[misc]
+        """Megatron's router."""
+
+        def __init__(self, *args: object, **kwargs: object) -> None:
+            super().__init__(*args, **kwargs)
+            self.router_replay = choice(self)
+
+    return RouterWithChoice
+
+
 @dataclass(frozen=True)
 class RoutedExperts:
     """Shape of a model's routed experts: ``[..., layers, topk]`` expert ids.

@@ -18,7 +18,7 @@ from torch import Tensor
 from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron.features.feature import Context, Feature, change_moe_layer
-from mca_models.megatron.features.router_replay import ReplayableTopK
+from mca_models.megatron.features.router_replay import ReplayableTopK, router_with_choice
 from mca_models.megatron.types import MegatronConfig, MegatronModule
 
 
@@ -65,15 +65,7 @@ class GroupLimitedTopK(ReplayableTopK):
 @cache
 def group_router(router: type, groups: int, group_topk: int, best: int) -> type:
     """Return a router class that sends each token to the best ``group_topk`` of ``groups`` groups only."""
-
-    class GroupRouter(router):  # type: ignore[misc]
-        """Megatron's router over the experts of the best groups."""
-
-        def __init__(self, *args: object, **kwargs: object) -> None:
-            super().__init__(*args, **kwargs)
-            self.router_replay = GroupLimitedTopK(groups, group_topk, best)
-
-    return GroupRouter
+    return router_with_choice(router, lambda _: GroupLimitedTopK(groups, group_topk, best))
 
 
 def best_group_mask(scores: Tensor, groups: int, group_topk: int, best: int) -> Tensor:
@@ -126,15 +118,7 @@ class BiasedTopK(ReplayableTopK):
 @cache
 def biased_router(router: type) -> type:
     """Return a router class that adds its bias for the choice of experts."""
-
-    class BiasedRouter(router):  # type: ignore[misc]
-        """Megatron's router."""
-
-        def __init__(self, *args: object, **kwargs: object) -> None:
-            super().__init__(*args, **kwargs)
-            self.router_replay = BiasedTopK(self)
-
-    return BiasedRouter
+    return router_with_choice(router, BiasedTopK)
 
 
 @contextmanager
@@ -180,12 +164,8 @@ class SigmoidTopK(ReplayableTopK):
 def unnormalized_sigmoid_router(router: type) -> type:
     """Return a router class that multiplies weights by the sum that Megatron divides them by."""
 
-    class UnnormalizedSigmoidRouter(router):  # type: ignore[misc]
+    class UnnormalizedSigmoidRouter(router_with_choice(router, lambda _: SigmoidTopK())):  # type: ignore[misc]
         """Megatron's router."""
-
-        def __init__(self, *args: object, **kwargs: object) -> None:
-            super().__init__(*args, **kwargs)
-            self.router_replay = SigmoidTopK()
 
         def routing(self, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
             """Return weights and mask of the chosen experts."""

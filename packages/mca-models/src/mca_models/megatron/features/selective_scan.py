@@ -27,7 +27,6 @@ from mca_models.megatron.features.recurrent_layers import (
     CausalConvolution,
     SequenceMixer,
     mixer_in_layers,
-    mixer_projections,
     separate_layer_states,
 )
 from mca_models.megatron.layers.sharded import ShardedModule, cut_parameter
@@ -209,13 +208,8 @@ class SelectiveScan(SequenceMixer):
         super().__init__(config)
         self.groups, sizes = options["pg_collection"], given(model.selective_scan)
         self.channels = sizes.scan_channels // self.groups.tp.size()
-        self.in_proj, self.out_proj = mixer_projections(
-            config,
-            column,
-            row,
-            self.groups.tp,
-            rows=len(_PARTS) * sizes.scan_channels,
-            inside=sizes.scan_channels,
+        self.in_proj, self.out_proj = self._projections(
+            column, row, rows=len(_PARTS) * sizes.scan_channels, inside=sizes.scan_channels
         )
         self.conv1d = CausalConvolution.build(
             self.channels, sizes.scan_conv_kernel_dim, config, bias=sizes.scan_conv_bias

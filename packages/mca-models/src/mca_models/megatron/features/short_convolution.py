@@ -15,7 +15,6 @@ from mca_models.megatron.features.recurrent_layers import (
     CausalConvolution,
     SequenceMixer,
     mixer_in_layers,
-    mixer_projections,
     separate_layer_states,
 )
 from mca_models.megatron.types import MegatronConfig
@@ -36,9 +35,7 @@ class ShortConvolution(SequenceMixer):
         self.groups = options["pg_collection"]
         hidden = model.hidden_size
         self.channels = hidden // self.groups.tp.size()
-        self.in_proj, self.out_proj = mixer_projections(
-            config, column, row, self.groups.tp, rows=len(_PARTS) * hidden, inside=hidden
-        )
+        self.in_proj, self.out_proj = self._projections(column, row, rows=len(_PARTS) * hidden, inside=hidden)
         width = given(model.short_convolution).short_conv_kernel_dim
         self.conv1d = CausalConvolution.build(self.channels, width, config)
         self.conv1d.activation = None

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mca_config.model.section import given
 from mca_models.megatron.features.feature import Feature, change_moe_layer
-from mca_models.megatron.features.router_replay import ReplayableTopK
+from mca_models.megatron.features.router_replay import ReplayableTopK, router_with_choice
 from mca_models.megatron.types import MegatronModule
 
 _THIRD_ORDER_SHARE = 0.75
@@ -53,12 +53,8 @@ class SparseMixerTopK(ReplayableTopK):
 def sparse_mixer_router(router: type, jitter: float) -> type:
     """Return a router class that chooses with `sparse_mixer_topk`."""
 
-    class SparseMixerRouter(router):  # type: ignore[misc]
+    class SparseMixerRouter(router_with_choice(router, lambda own: SparseMixerTopK(own, jitter))):  # type: ignore[misc]
         """Megatron's router."""
-
-        def __init__(self, *args: object, **kwargs: object) -> None:
-            super().__init__(*args, **kwargs)
-            self.router_replay = SparseMixerTopK(self, jitter)
 
         def routing(self, logits: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
             """Return weights and mask of the chosen experts."""

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mca_models.megatron.features.feature import Setup
 from mca_models.megatron.layers.attention import CoreAttention
-from mca_models.megatron.layers.zigzag import rank_token_ranges
+from mca_models.megatron.layers.zigzag import gather_full_sequences, rank_token_ranges
 from mca_models.megatron.types import MegatronModule
 
 BLOCK = 128
@@ -65,7 +65,7 @@ class TopKSparseAttention(CoreAttention):
     ) -> Tensor:
         with torch.no_grad():
             query_features, index_keys = self._index(lengths)
-        keys, values = self._sequences(key, lengths), self._sequences(value, lengths)
+        keys, values = (gather_full_sequences(x, lengths, self.cp_group) for x in (key, value))
         outputs, row = [], 0
         for chunk in rank_token_ranges(lengths, self.cp_group.rank(), self.cp_group.size()):
             for first in range(0, chunk.length, BLOCK):

@@ -20,7 +20,7 @@ from mca_config.errors import McaError
 from mca_models.megatron.layers.alibi import add_alibi_channels, alibi_slopes
 from mca_models.megatron.layers.sdpa import bidirectional_attention, causal_attention
 from mca_models.megatron.layers.sharded import ShardedModule, cut_parameter
-from mca_models.megatron.layers.zigzag import rank_token_ranges, restore_token_order
+from mca_models.megatron.layers.zigzag import gather_full_sequences, rank_token_ranges
 from mca_models.megatron.types import AttnMaskType, GroupCollection, MegatronConfig, PackedSeqParams
 
 PACKED_ENDS = "mca_ends"
@@ -143,7 +143,7 @@ class CoreAttention(ShardedModule):
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, lengths: tuple[int, ...], ends: Tensor | None
     ) -> Tensor:
-        keys, values = self._sequences(key, lengths), self._sequences(value, lengths)
+        keys, values = (gather_full_sequences(x, lengths, self.cp_group) for x in (key, value))
         outputs, row = [], 0
         for chunk in rank_token_ranges(lengths, self.cp_group.rank(), self.cp_group.size()):
             for first, start, stop in self._query_ranges(chunk.start, chunk.start + chunk.length):
@@ -219,18 +219,6 @@ class CoreAttention(ShardedModule):
 
         forked: AbstractContextManager[None] = get_cuda_rng_tracker().fork()
         return forked
-
-    def _sequences(self, x: Tensor, lengths: tuple[int, ...]) -> list[Tensor]:
-        """Return every full sequence of ``x``, gathered over the context ranks."""
-        size = self.cp_group.size()
-        if size == 1:
-            return list(torch.split(x, list(lengths)))
-        from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
-
-        # forward all-gather, backward reduce-scatter, both on axis 0
-        return restore_token_order(
-            gather_from_sequence_parallel_region(x, group=self.cp_group), lengths, size
-        )
 
 
 @cache

@@ -9,6 +9,7 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from mca_config.errors import McaError
 
@@ -47,6 +48,16 @@ def rank_token_ranges(lengths: tuple[int, ...], rank: int, size: int) -> tuple[T
             )
         chunks += [TokenRange(index, r * share, share) for r in (rank, 2 * size - 1 - rank)]
     return tuple(chunks)
+
+
+def gather_full_sequences(x: Tensor, lengths: tuple[int, ...], group: ProcessGroup) -> list[Tensor]:
+    """Return every full sequence ``[s, ...]`` of ``x`` ``[tokens / cp, ...]``, gathered over the context ranks."""
+    if group.size() == 1:
+        return list(torch.split(x, list(lengths)))
+    from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+
+    # forward all-gather, backward reduce-scatter, both on axis 0
+    return restore_token_order(gather_from_sequence_parallel_region(x, group=group), lengths, group.size())
 
 
 def restore_token_order(gathered: Tensor, lengths: Sequence[int], size: int) -> list[Tensor]:

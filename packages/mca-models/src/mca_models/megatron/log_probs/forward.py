@@ -15,12 +15,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from mca_config.checks import (
-    fp8_token_multiple,
-    length_multiple,
-    require_learned_positions,
-    sequence_multiple,
-)
+from mca_config.checks import require_learned_positions
 from mca_config.errors import McaError, raise_problems
 from mca_config.types import JsonObject
 from mca_models.megatron import platform
@@ -48,6 +43,7 @@ from mca_models.megatron.forward import (
     media_checksum,
     micro_batch_group,
     require_same_inputs,
+    row_multiple,
 )
 from mca_models.megatron.layers.attention import set_packed_lengths
 from mca_models.megatron.layers.rope import length_dependent_ropes, set_longest_sequence
@@ -261,12 +257,7 @@ class _Rows:
         self._groups = [
             self._sequence_positions[i : i + size] for i in range(0, len(self._sequence_positions), size)
         ]
-        self._multiple = sequence_multiple(
-            layout,
-            models.megatron.sequence_parallel,
-            tokens=fp8_token_multiple(models.megatron.fp8, models.megatron.fp8_recipe),
-            step=length_multiple(self._device.type, models.megatron.transformer_impl, packed=batch.packed),
-        )
+        self._multiple = row_multiple(layout, models.megatron, self._device, packed=batch.packed)
         self.height = 1 if batch.packed else size
         lengths = [[self._padded(len(positions)) for positions in group] for group in self._groups]
         length = max([sum(each) if batch.packed else max(each) for each in lengths], default=self._multiple)

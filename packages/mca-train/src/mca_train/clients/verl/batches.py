@@ -8,19 +8,16 @@ from tensordict import TensorDict
 from torch import Tensor
 from verl.utils import tensordict_utils
 
-from mca_config.checks import fp8_token_multiple, length_multiple, sequence_multiple
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron.distributed import parallel
-from mca_models.megatron.features.sequence_media import media_joiner
 from mca_models.megatron.forward import gathered
 from mca_models.megatron.layers.zigzag import restore_token_order
 from mca_models.megatron.log_probs.vocabulary import TokenValues
 from mca_train import groups
-from mca_train.batching.collate import PadCollator, StepCollator
+from mca_train.batching.collate import BatchOptions, PadCollator, StepCollator, model_options
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
-from mca_train.batching.packing import ROUTED_EXPERTS
-from mca_train.batching.routed_experts import ExpertBatching
+from mca_train.batching.packing import ROUTED_EXPERTS, packing_multiple
 from mca_train.clients.verl.media import sample_images
 from mca_train.groups import Ranks
 from mca_train.types import Sample, VirtualModels
@@ -72,25 +69,10 @@ def step_collator(models: VirtualModels, ranks: Ranks, *, packed: bool, pad_toke
         packed: Pack the sequences of a micro-batch into one row.
         pad_token_id: Token of padding.
     """
-    megatron, config = models.megatron, models.config
-    return StepCollator(
-        collate=PadCollator(pad_token_id),
-        micro_batch_size=1,
-        multiple=sequence_multiple(
-            ranks.layout,
-            megatron.sequence_parallel,
-            tokens=fp8_token_multiple(megatron.fp8, megatron.fp8_recipe),
-            step=length_multiple(ranks.device.type, megatron.transformer_impl, packed=packed),
-        ),
-        context_parallel_size=ranks.layout.cp,
-        context_parallel_rank=ranks.context_parallel_rank,
-        pad_token_id=pad_token_id,
-        packed=packed,
-        experts=ExpertBatching(config=config),
-        images=media_joiner(config, decodes=ranks.is_first_stage),
-        positions=config.max_position_embeddings if config.embedding.learned_positions else None,
-        vocab_size=config.vocab_size,
+    options = BatchOptions(
+        collate=PadCollator(pad_token_id), pad_token_id=pad_token_id, **model_options(models, ranks)
     )
+    return StepCollator.for_rank(options, ranks, models.megatron, micro_batch_size=1, packed=packed)
 
 
 def step_batch(
@@ -110,7 +92,7 @@ def step_batch(
         experts: Function from a micro-batch and its tokens to their experts; None: the routers choose.
     """
     tokens = [sequences(data) for data in micro_batches]
-    multiple = 2 * ranks.layout.cp if ranks.layout.cp > 1 else 1
+    multiple = packing_multiple(ranks.layout.cp)
     rows = [
         sum(len(ids) + -len(ids) % multiple for ids in group) if collator.packed else max(map(len, group))
         for group in tokens

@@ -37,9 +37,8 @@ from mca_train.clients.verl.delta import Shard, WeightDelta
 from mca_train.clients.verl.engine_config import McaEngineConfig
 from mca_train.clients.verl.offload import EngineOffload
 from mca_train.clients.verl.router_replay import batch_experts, recorded_routing
-from mca_train.engine.engine import Engine
+from mca_train.engine.engine import Engine, Pipeline
 from mca_train.engine.optimizer import select_trained_parts
-from mca_train.engine.pipeline import Pipeline
 from mca_train.engine.rng import seed_dropout
 from mca_train.losses.loss_inputs import chunk_losses
 from mca_train.types import MegatronOptimizer, Upstream, VirtualModels

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from mca_models.megatron import platform
-from mca_train.engine.pipeline import Pipeline
+from mca_train.engine.engine import Pipeline
 from mca_train.types import MegatronOptimizer, Upstream
 
 Storages = dict[int, UntypedStorage]

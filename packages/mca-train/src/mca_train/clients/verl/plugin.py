@@ -10,7 +10,7 @@ try:
     from mca_train.clients.verl import value_engine as _value_engine
 except Exception as error:
     logging.getLogger(__name__).warning(
-        "verl cannot use the engine mca: %s: %s. Install a version of verl that docs/verl.md names, or set "
+        "verl cannot use the engine mca: %s: %s. Install a version of verl that docs/other_programs.md names, or set "
         "VERL_USE_EXTERNAL_PLUGINS=none to leave mca out",
         type(error).__name__,
         error,

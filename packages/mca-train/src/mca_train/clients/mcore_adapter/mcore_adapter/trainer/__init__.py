@@ -1,6 +1,5 @@
 """Trainers of mca by the names and parameters of ``mcore_adapter``."""
 
-from .dpo_trainer import DPOTrainer
-from .trainer import McaTrainer
+from .trainer import DPOTrainer, McaTrainer
 
 __all__ = ["DPOTrainer", "McaTrainer"]

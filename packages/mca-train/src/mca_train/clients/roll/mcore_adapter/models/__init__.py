@@ -1,5 +1,5 @@
 """``AutoModel`` by ROLL's signature."""
 
-from .auto import AutoModel
+from .model_factory import AutoModel
 
 __all__ = ["AutoModel"]

@@ -1,7 +1,8 @@
-"""``VirtualModels`` by ROLL's methods: a list of the rank's chunks, with Megatron's configuration."""
+"""``AutoModel`` and ``VirtualModels`` by ROLL's methods: a list of the rank's chunks, with Megatron's configuration."""
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from megatron.core import parallel_state
@@ -21,8 +22,12 @@ from mca_train.clients.external_loop import MODEL_FOLDER, require_plain_loop, sa
 from mca_train.types import Chunk, Upstream
 
 from .media_inputs import UNCUT, MediaInputs
+from .router_replay import enable_router_replay
 
-__all__ = ["McaGPTModel", "VirtualModels"]
+if TYPE_CHECKING:
+    from mca_train.clients.roll.mcore_adapter.training_args import TrainingArguments
+
+__all__ = ["AutoModel", "McaGPTModel", "VirtualModels"]
 
 
 def _do_nothing(*_: object) -> None:
@@ -140,3 +145,16 @@ class VirtualModels:
             parallel_state.set_virtual_pipeline_model_parallel_rank(stage)
             states[f"model{stage}"] = model.sharded_state_dict()
         return states
+
+
+class AutoModel:
+    """Factory of ``VirtualModels``."""
+
+    @staticmethod
+    def from_pretrained(path: str | Path, args: "TrainingArguments") -> VirtualModels:
+        """Return the model of a Hugging Face, MCA or Megatron directory; collective."""
+        args.require_supported()
+        models = VirtualModels(mca_models.AutoModel.from_pretrained(path, args), args.seed)
+        if args.moe_enable_routing_replay:
+            enable_router_replay(models.model)
+        return models

@@ -3,21 +3,23 @@
 import logging
 from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from mca_config.checks import fp8_token_multiple, length_multiple, sequence_multiple
 from mca_config.errors import McaError, UsageError
 from mca_config.printable import counted
-from mca_train.batching.collate import BatchOptions, CountedSamples, PadCollator, StepCollator
+from mca_train.batching.collate import BatchOptions, PadCollator, StepCollator
 from mca_train.batching.micro_batch import StepBatch
-from mca_train.batching.packing import PackedDataset, longest_sample
-from mca_train.batching.position import RunPosition
+from mca_train.batching.packing import PackedDataset, longest_sample, packing_multiple
+from mca_train.batching.position import RunLength, RunPosition
+from mca_train.batching.sample_consistency import check_first_step
 from mca_train.batching.sampling import (
     SAMPLES,
     BatchShape,
+    CountedSamples,
     PackedStream,
     StepSampler,
     StepStream,
@@ -26,8 +28,9 @@ from mca_train.batching.sampling import (
     require_unsharded,
 )
 from mca_train.data.streams import AnswerStream
-from mca_train.data.token_dataset import describe_order
+from mca_train.data.token_dataset import Samples, describe_order
 from mca_train.groups import Ranks
+from mca_train.trainer.base import HfTrainer, Progress
 from mca_train.types import Sample, SampleSource, TrainingArguments, Upstream
 
 logger = logging.getLogger(__name__)
@@ -106,7 +109,9 @@ class Loaders(BatchOptions):
                     "sequence_packing of a stream needs pack_length, because its longest sample is not known; set "
                     "pack_length"
                 )
-            rows = PackedStream(rows, self.pack_length, multiple=self._sequence_multiple(), make=make)
+            rows = PackedStream(
+                rows, self.pack_length, multiple=packing_multiple(self.ranks.layout.cp), make=make
+            )
             make, units = None, rows.units
         stream = StepStream(
             rows,
@@ -156,18 +161,13 @@ class Loaders(BatchOptions):
             self._evaluation_samples[id(dataset)] = (dataset, list(dataset))
         return self._evaluation_samples[id(dataset)][1]
 
-    def _sequence_multiple(self) -> int:
-        """Return the multiple that packed sequences are padded to."""
-        size = self.ranks.layout.cp
-        return 2 * size if size > 1 else 1
-
     def _pack(self, dataset: SampleSource, name: str, seed: int | None) -> PackedDataset:
         if isinstance(dataset, PackedDataset):
             return dataset
         known = self._packs.get(id(dataset), {}).get(seed)
         if known is not None and known.dataset is dataset and known.is_current():
             return known
-        multiple = self._sequence_multiple()
+        multiple = packing_multiple(self.ranks.layout.cp)
         length = self.pack_length or longest_sample(dataset, multiple)
         made = PackedDataset(dataset, length, multiple=multiple, seed=seed, name=name)
         logger.info("%s: %s", name, made.fill)
@@ -194,20 +194,12 @@ class Loaders(BatchOptions):
     ) -> DataLoader[StepBatch]:
         args = self.args
         workers = args.dataloader_num_workers
-        collator = StepCollator(
-            **self.batch_options,
+        collator = StepCollator.for_rank(
+            self,
+            self.ranks,
+            self.megatron,
             micro_batch_size=sampler.shape.micro_batch_size,
-            multiple=sequence_multiple(
-                self.ranks.layout,
-                self.megatron.sequence_parallel,
-                tokens=fp8_token_multiple(self.megatron.fp8, self.megatron.fp8_recipe),
-                step=length_multiple(
-                    self.ranks.device.type, self.megatron.transformer_impl, packed=args.sequence_packing
-                ),
-            ),
-            context_parallel_size=self.ranks.layout.cp,
-            context_parallel_rank=self.ranks.context_parallel_rank,
-            packed=self.args.sequence_packing,
+            packed=args.sequence_packing,
             length=length,
         )
         stream = isinstance(sampler, StepStream)  # yields whole steps
@@ -240,6 +232,78 @@ def _length(dataset: SampleSource, name: str) -> int:
     if len(dataset) == 0:
         raise McaError(f"{name} is empty")
     return len(dataset)
+
+
+class StepLoaders:
+    """Loaders of the datasets that a trainer has at the moment.
+
+    Args:
+        hf: The trainer with the datasets.
+        loaders: Builds the loaders.
+        progress: Progress of the run.
+    """
+
+    def __init__(self, hf: HfTrainer, loaders: Loaders, progress: Progress) -> None:
+        self._hf, self._watch, self._progress = hf, hf.watch, progress
+        self._loaders = loaders
+
+    @property
+    def loaders(self) -> Loaders:
+        """Return the factory of loaders, with the trainer's ``data_collator``, which may have been set since."""
+        if self._loaders.collate is not self._hf.data_collator:
+            self._loaders = replace(self._loaders, collate=self._hf.data_collator)
+        return self._loaders
+
+    def train(self) -> tuple[DataLoader[StepBatch], StepSampler | StepStream]:
+        """Return this rank's training loader and its sampler; an item is a step."""
+        if self._hf.train_dataset is None:
+            raise McaError("training needs a train_dataset (train_file)")
+        self._release_other_datasets()
+        return self.loaders.train(self._hf.train_dataset)
+
+    def evaluation(self, selected: Samples | str | None) -> DataLoader[StepBatch]:
+        """Return this rank's evaluation loader; an item is a round of micro-batches.
+
+        Args:
+            selected: A dataset, or the name of one of the trainer's; None: the trainer's only one.
+        """
+        dataset = self._eval_dataset(selected)
+        self._release_other_datasets(dataset)
+        return self.loaders.evaluation(dataset)[0]
+
+    def steps(self, loader: DataLoader[StepBatch], sampler: StepSampler | StepStream) -> Iterator[StepBatch]:
+        """Iterate over the steps of an epoch; the first step of `train` is compared between ranks."""
+        steps, done = self._watch.stragglers.reading(iterate_steps(loader)), self._hf.state.global_step
+        if done > self._progress.started_at_step:
+            return steps
+        dataset = loader.dataset.samples if isinstance(loader.dataset, CountedSamples) else None
+        return check_first_step(steps, self._hf.ranks, sampler, f"step {done + 1}", dataset)
+
+    def rounds(self, loader: DataLoader[StepBatch], what: str) -> Iterator[StepBatch]:
+        """Iterate over an evaluation loader, compared in the same way; ``what`` names it in errors."""
+        return check_first_step(
+            iterate_steps(loader), self._hf.ranks, cast("StepSampler", loader.batch_sampler), what
+        )
+
+    def _release_other_datasets(self, *datasets: Samples) -> None:
+        """Release what was built for datasets that are neither the trainer's nor among these."""
+        current = self._hf.eval_dataset
+        evaluated = current.values() if isinstance(current, dict) else [current]
+        self.loaders.keep_only([self._hf.train_dataset, *evaluated, *datasets])
+
+    def _eval_dataset(self, selected: Samples | str | None) -> Samples:
+        current = self._hf.eval_dataset
+        dataset = current if selected is None else selected
+        if isinstance(dataset, str):
+            named = current if isinstance(current, dict) else {}
+            if dataset not in named:
+                raise McaError(
+                    f"eval_dataset has no dataset {dataset!r}; it has: {', '.join(named) or 'no names'}"
+                )
+            return named[dataset]
+        if dataset is None:
+            raise McaError("evaluation needs an eval_dataset (eval_file)")
+        return dataset
 
 
 def iterate_steps(loader: DataLoader[StepBatch]) -> Iterator[StepBatch]:
@@ -294,3 +358,19 @@ def _data_difference(saved: RunPosition, sampler: StepSampler | StepStream) -> s
 def _unit(sampler: StepSampler | StepStream) -> str:
     """Return the noun of a sampler's items."""
     return "sample" if sampler.units == SAMPLES else "pack"
+
+
+def log_plan(args: TrainingArguments, ranks: Ranks, length: RunLength, samples: int, done: int) -> None:
+    """Log the plan of the run: ``samples`` or packs per step, after ``done`` steps."""
+    logger.info(
+        "training %s (%d per epoch) of %s: micro-batch %d x accumulation %d x data parallel %d; layout %s",
+        counted(length.max_steps, "step"),
+        length.steps_per_epoch,
+        counted(samples, "pack" if args.sequence_packing else "sample"),
+        args.per_device_train_batch_size,
+        args.gradient_accumulation_steps,
+        ranks.data_parallel_size,
+        ranks.layout,
+    )
+    if done >= length.max_steps:
+        logger.info("nothing to train: step %d is the end of the run already", done)
