@@ -11,6 +11,8 @@ from mca_train.tasks.sft import Sft
 from mca_train.tasks.task import Example, ReferenceArguments, adapter_reference_problems
 
 if TYPE_CHECKING:
+    from collections.abc import Sized
+
     from megatron.core.transformer import TransformerConfig
 
     from mca_config.types import Values
@@ -111,7 +113,7 @@ class Kto(Sft):
 
     def problems_in_dataset(self, samples: "Samples") -> Iterator[str]:
         """Yield an error if a dataset has no other samples for the KL estimate."""
-        return kto_dataset_problems(len(samples))
+        return kto_dataset_problems(len(cast("Sized", samples)))  # streams have been rejected
 
     def extra_forward_passes(self, settings: "Settings") -> int:
         """Return 3: the reference on the answers, both models on the mismatched answers."""
