@@ -81,7 +81,9 @@ def test_versions_of_the_install_page_are_those_of_the_lock_and_the_packages():
         for each in models["megatron"] + models["te"]
         if ">=" in each
     )
-    shown = {cells[0]: cells[1:] for cells in rows(DOCS / "get_started.md", "| | first | second | accepted |")}
+    shown = {
+        cells[0]: cells[1:] for cells in rows(DOCS / "get_started.md", "| | first | second | accepted |")
+    }
     assert (
         shown.pop("Python")[2] == f"{_project('mca-models')['requires-python'].removeprefix('>=')} or later"
     )

@@ -23,6 +23,7 @@ under pytest-xdist (``--dist loadgroup``) they then run one after the other in o
 run at once.
 """
 
+import atexit
 import contextlib
 import faulthandler
 import gc
@@ -93,6 +94,7 @@ def prepare_parent() -> None:
     for name in mca_train.__all__:
         getattr(mca_train, name)  # imported when it is asked for
     gc.freeze()
+    atexit.register(gc.unfreeze)  # otherwise nanobind reports the types of its modules as leaks at the exit
     gc.enable()
 
 

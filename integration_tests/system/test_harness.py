@@ -86,6 +86,15 @@ def test_no_rank_is_left_behind() -> None:
     assert not [line for line in children if "ps " not in line and "[ps]" not in line and "pytest" in line]
 
 
+def test_the_parent_ends_without_reports_of_leaks() -> None:
+    code = "import harness; harness.prepare_parent()"
+    folder = Path(harness.__file__).parent
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=True
+    )
+    assert done.stderr == ""
+
+
 def _backward() -> float:
     x = torch.ones(3, requires_grad=True)
     (x * x).sum().backward()

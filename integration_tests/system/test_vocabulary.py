@@ -69,10 +69,11 @@ def count_words(text: str) -> int:
     return len(re.findall(r"[A-Za-z][A-Za-z'-]*", text))
 
 
-def dialect_words(text: str) -> list[str]:
+def dialect_words(text: str) -> list[tuple[int, str]]:
+    """Return the number of lines before each listed word, and the word."""
     for phrase, _ in ALLOWED_PHRASES.values():
         text = re.sub(re.escape(phrase), " ", text, flags=re.IGNORECASE)
-    return [match.group().lower() for match in WORDS.finditer(text)]
+    return [(text.count("\n", 0, match.start()), match.group().lower()) for match in WORDS.finditer(text)]
 
 
 def is_bad_opening(docstring: str) -> bool:
@@ -86,14 +87,15 @@ def is_dialect_name(name: str) -> bool:
     return NAMES.search(snake) is not None
 
 
-def texts(source: str) -> Iterator[tuple[int, str]]:
-    """Docstrings, comments and strings with a space (messages, help), with their lines."""
+def texts(source: str) -> Iterator[tuple[int, int, str]]:
+    """Docstrings, comments and strings with a space (messages, help), with their first and last lines."""
     for node in nodes(source):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
-            yield node.lineno, node.value
+            yield node.lineno, node.end_lineno or node.lineno, node.value
     for match in STRING_OR_COMMENT.finditer(source):
         if match[1]:
-            yield source.count("\n", 0, match.start()) + 1, match[1]
+            line = source.count("\n", 0, match.start()) + 1
+            yield line, line, match[1]
 
 
 def statements(source: str) -> Iterator[ast.AST]:
@@ -120,14 +122,16 @@ def definitions(source: str) -> Iterator[tuple[int, str]]:
 
 
 def prose(markdown: str) -> str:
-    """Markdown without code blocks and code spans."""
-    return re.sub(r"`[^`]*`", " ", re.sub(r"```.*?```", " ", markdown, flags=re.DOTALL))
+    """Markdown without code blocks and code spans, with the same lines."""
+    for code in (r"(?s)```.*?```", r"`[^`]*`"):
+        markdown = re.sub(code, lambda match: " " + "\n" * match[0].count("\n"), markdown)
+    return markdown
 
 
-def word_rates(found: Iterator[tuple[int, str]], where: str, rates: Rates) -> None:
-    for line, text in found:
+def word_rates(found: Iterator[tuple[int, int, str]], where: str, rates: Rates) -> None:
+    for first, last, text in found:
         rates.total += count_words(text)
-        rates.hits += [f"{where}:{line} {word}" for word in dialect_words(text)]
+        rates.hits += [f"{where}:{min(first + below, last)} {word}" for below, word in dialect_words(text)]
 
 
 def documents() -> list[Path]:
@@ -147,7 +151,8 @@ def test_sources_use_few_dialect_words():
 def test_documents_use_few_dialect_words():
     rates = Rates()
     for path in documents():
-        word_rates(iter([(1, prose(path.read_text()))]), str(path.relative_to(ROOT)), rates)
+        page = path.read_text()
+        word_rates(iter([(1, page.count("\n") + 1, prose(page))]), str(path.relative_to(ROOT)), rates)
     limit = MAX_DOCUMENT_WORDS_PER_1000
     assert rates.per(1000) <= limit, rates.problem("dialect words per 1,000 in documents", 1000, limit)
 
@@ -200,8 +205,15 @@ def test_a_planted_sentence_is_found(planted, words):
 
 
 def test_a_planted_sentence_of_a_document_is_found_outside_code():
-    page = "Nobody reads `beside`.\n```\nwhatever\n```\n"
-    assert dialect_words(prose(page)) == ["nobody"]
+    page = "Nobody reads `beside`.\n```\nwhatever\n```\nit `a\nb` stands\n"
+    assert dialect_words(prose(page)) == [(0, "nobody"), (5, "stands")]
+
+
+def test_a_planted_word_is_found_on_its_line():
+    source = '"""One.\n\nIt lies there,\nanew."""\nx = (\n    "a\\n b\\n c"\n    " told"\n)\n# it stands'
+    rates = Rates()
+    word_rates(texts(source), "a.py", rates)
+    assert rates.hits == ["a.py:3 lies", "a.py:4 anew", "a.py:7 told", "a.py:9 stands"]
 
 
 @pytest.mark.parametrize(

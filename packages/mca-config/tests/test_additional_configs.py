@@ -85,6 +85,7 @@ def test_a_setting_of_a_newer_megatron_is_refused(monkeypatch: pytest.MonkeyPatc
     [
         ("num_layers_at_start: {{ N }}", "a key is a list or a mapping"),
         ("moe_ffn_hidden_size: 1\nmoe_ffn_hidden_size: 2", "key 'moe_ffn_hidden_size' is given twice"),
+        ("moe_ffn_hidden_size:\t1", ".* line 1, column 21; replace the tab with spaces$"),
     ],
 )
 def test_a_yaml_file_of_settings_that_is_not_valid(text: str, message: str, tmp_path: Path) -> None:

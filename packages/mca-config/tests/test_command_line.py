@@ -7,7 +7,7 @@ import pytest
 from mca_config import DistributingParallelArguments, MegatronArguments
 from mca_config.errors import UsageError
 from mca_config.parser import Parser, add_arguments, add_flag, add_operands, from_namespace
-from mca_config.printable import first_line
+from mca_config.printable import first_line, fit_choices
 from mca_config.program import Command, Program
 
 
@@ -87,6 +87,7 @@ def a_parser() -> Parser:
     ("--out-pth a", "unknown flag --out_pth; did you mean --out_path?"),
     ("--xyzzy", "unknown flag --xyzzy; tool make --help lists the flags"),
     ("--salt 1", "unknown flag --salt; it is for the kitchen"),
+    ("p -o a", "unknown flag -o; tool make --help lists the flags"),
     ("--out_pth a --cont 2", "2 problems\n  unknown flag --out_pth; did you mean --out_path?\n  unknown flag --cont"),
     ("--out-path a --out_path=b p", "--out_path is given twice"),
     ("p", "missing --out_path; see tool make --help"),
@@ -159,3 +160,10 @@ LINES = [
 @pytest.mark.parametrize(("text", "ending", "line"), LINES)
 def test_the_line_of_a_help_has_the_sentences_that_fit(text: str, ending: str, line: str) -> None:
     assert first_line(text, ending) == line
+
+
+@pytest.mark.parametrize(
+    ("column", "shown"), [(107, "{abc,def,ghi}"), (108, "{abc,...}"), (111, "{abc,...}")]
+)
+def test_choices_that_do_not_fit_in_a_line_of_a_help_are_left_out(column: int, shown: str) -> None:
+    assert fit_choices("{abc,def,ghi}", column) == shown

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from mca_config.errors import McaError
 from mca_convert import forecast
 from mca_convert.cli import main
+from mca_convert.pool import Limits
 from mca_models.checkpoint_kinds import open_checkpoint
 from mca_models.lora import adapter_for, merge
 
@@ -88,13 +89,14 @@ def test_merging_is_what_peft_computes(pair: tuple[Path, Path], convert, tmp_pat
 
 
 def test_merging_goes_to_mca_too_and_through_any_memory(
-    pair: tuple[Path, Path], convert, tmp_path: Path
+    pair: tuple[Path, Path], convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base, adapter = pair
     arguments = ["--checkpoint_path", base, "--adapter_path", adapter, "--merge", "--output_path"]
     run(*arguments, tmp_path / "hf")
-    run(*arguments, tmp_path / "narrow", "--memory_limit=2K", "--workers=3", "--max_shard_size=20K")
     run(*arguments, tmp_path / "mca", "--to", "mca", "--tensor_model_parallel_size=2")
+    monkeypatch.setattr(Limits, "computed_bytes", 333)  # these tensors fit in the smallest buffers
+    run(*arguments, tmp_path / "narrow", "--memory_limit=576KiB", "--workers=3", "--max_shard_size=20K")
     run("verify", tmp_path / "hf", tmp_path / "narrow")
     assert tree(tmp_path / "mca") == tree(convert(tmp_path / "hf", "two_steps", tp=2))
     assert main(["verify", str(base), str(tmp_path / "hf")]) == 1

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import mca_convert
 from mca_config import DistributingParallelArguments, McaError, ParallelLayout
-from mca_convert import convert, inspect, plan, verify
+from mca_convert import api, convert, inspect, plan, verify
 from mca_convert.compare import _different
 
 LAYOUT = ParallelLayout(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
@@ -44,6 +44,17 @@ def random_adapter(base: Path, folder: Path) -> Path:
             }
     save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
     return folder
+
+
+@pytest.mark.parametrize(
+    ("workers", "memory", "used"),
+    [(None, None, 5), (None, 1 << 20, 5), (None, 600 << 10, 3), (None, 192 << 10, 1), (2, 384 << 10, 2)],
+)
+def test_threads_fit_the_memory_limit(workers, memory, used, monkeypatch) -> None:
+    monkeypatch.setattr(api, "default_workers", lambda: 5)
+    limits = api._limits(workers, memory)
+    assert limits.workers == used
+    assert memory is None or 3 * used * limits.buffer_bytes <= memory
 
 
 def test_a_model_goes_to_mca_and_back_bit_for_bit(tiny, tmp_path: Path) -> None:

@@ -94,6 +94,7 @@ def test_a_pickle_that_is_none_and_one_of_another_name_are_told(source: Path, tm
 
 @pytest.mark.parametrize(("change", "message"), [
     ({"model_type": "no_such_model"}, "model_type 'no_such_model' is not supported; supported: "),
+    ({"model_type": "qwen33"}, "model_type 'qwen33' is not supported; did you mean 'qwen3'?; supported: "),
     ({"model_type": "jamba", "mamba_expand": "2"}, "'mamba_expand' is '2'; expected a number"),
     (
         {"model_type": "mamba2", "expand": 3, "num_heads": 8, "head_dim": 16, "hidden_size": 64},
@@ -318,6 +319,12 @@ def test_output_that_is_taken(source: Path, tmp_path: Path, capsys) -> None:
     (["--checkpoint_path", "a", "--output_path", "b", "--bf16", "--fp16"], "--fp16 excludes --bf16"),
     (["--checkpoint_path", "a", "--output_path", "b", "--workers", "0"], "at least 1"),
     (["--checkpoint_path", "a", "--output_path", "b", "--memory_limit", "lots"], "expected a size such as"),
+    (["--checkpoint_path", "a", "--output_path", "b", "--memory_limit=1KB"],
+     "--memory_limit is 1,000 bytes; expected at least 192KiB for 1 thread; raise it\n"),
+    (["verify", "a", "b", "--memory_limit=575KiB", "--workers=3"],
+     "--memory_limit is 588,800 bytes; expected at least 576KiB for 3 threads; raise it or lower --workers\n"),
+    (["--checkpoint_path", "a", "--output_path", "b", "--tensor_model_parallel_size=-2"],
+     "error: --tensor_model_parallel_size must be an integer of at least 1, not -2; see"),
     (["verify", "a"], "missing B; see mca-convert verify --help"),
     (["verfy", "a", "b"], "unknown command 'verfy'; did you mean 'verify'?"),
     (["Qwen3-8B", "qwen3-mca"], "a checkpoint is named by --checkpoint_path"),

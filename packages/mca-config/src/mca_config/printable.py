@@ -1,6 +1,6 @@
 """Text of messages: `printable` makes names safe for a terminal, `counted` adds a plural, `suggestion` a near name.
 
-`terminal_width` and `first_line` are for help.
+`terminal_width`, `first_line` and `fit_choices` are for help.
 """
 
 import os
@@ -57,6 +57,15 @@ def first_line(text: str, ending: str = "") -> str:
             break
         line = f"{line} {other}"
     return (line if len(line) <= room else f"{line[: room - 4].rpartition(' ')[0]} ...") + ending
+
+
+def fit_choices(placeholder: str, column: int) -> str:
+    """Return a placeholder such as ``{a,b,c}``, without the last choices if it does not fit in a help from ``column``.
+
+    The error about a wrong value lists all choices.
+    """
+    room = _WIDEST - column
+    return placeholder if len(placeholder) <= room else f"{placeholder[: room - 4].rpartition(',')[0]},...}}"
 
 
 def suggestion(word: str, known: Iterable[str], otherwise: str) -> str:

@@ -83,7 +83,8 @@ def _read(text: str, change: Callable[[yaml.Node], None]) -> Typed:
         raise ValueError("it is nested too deeply") from error
     except (yaml.YAMLError, ValueError) as error:
         message = str(error).replace('"<unicode string>", ', "")  # PyYAML's name for text that is not a file
-        raise ValueError(" ".join(message.split())) from error
+        fix = "; replace the tab with spaces" if "'\\t'" in message else ""
+        raise ValueError(" ".join(message.split()) + fix) from error
 
 
 def _keep_words(node: yaml.Node) -> None:

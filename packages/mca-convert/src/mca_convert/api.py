@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from mca_config.arguments import DistributingParallelArguments
-from mca_config.errors import McaError
+from mca_config.errors import McaError, UsageError
 from mca_config.layout import ParallelLayout
-from mca_convert.pool import ByteCounter, Limits, default_workers, require_count
+from mca_config.printable import counted
+from mca_convert.pool import LEAST_MEMORY, ByteCounter, Limits, default_workers, require_count
 from mca_convert.request import MAX_SHARD_BYTES, Request, conversion_target, target_layout
 from mca_models.hub import headers_only, is_hub_id, resolve_directory
 
@@ -87,8 +88,8 @@ def convert(
         merge: Merge that adapter into the base model, and write the model.
         max_shard_size: Bytes of the largest file of a Hugging Face target.
         overwrite: Replace a checkpoint at ``dst`` once the new one is complete.
-        workers: Number of threads. None: one per processor, at most 8.
-        memory_limit: Bytes of all buffers; at least 192 KiB per thread are used. None: 3 MB per thread, and up to
+        workers: Number of threads. None: one per processor, at most 8, within ``memory_limit``.
+        memory_limit: Bytes of all buffers, at least 192 KiB per thread. None: 3 MB per thread, and up to
             320 MiB in all for weights that are merged or dequantised.
         progress: Called with the bytes done and in all, by one thread at a time; may raise an error to stop. The first
             call comes before the first file is made, the last before ``dst`` is put in place. Of an adapter both are 0.
@@ -250,8 +251,8 @@ def verify(
         a: A checkpoint or adapter directory.
         b: The other.
         tolerance: Largest absolute difference allowed; dtypes may then differ. None: compare bits.
-        workers: Number of threads. None: one per processor, at most 8.
-        memory_limit: Bytes of all buffers; at least 192 KiB per thread are used. None: 3 MB per thread, and up to
+        workers: Number of threads. None: one per processor, at most 8, within ``memory_limit``.
+        memory_limit: Bytes of all buffers, at least 192 KiB per thread. None: 3 MB per thread, and up to
             320 MiB in all for weights that are merged or dequantised.
         progress: As for `convert`; the bytes are those of ``a``.
 
@@ -370,7 +371,17 @@ def _limits(workers: int | None, memory_limit: int | None) -> Limits:
     for name, value in (("workers", workers), ("memory_limit", memory_limit)):
         if value is not None:
             require_count(name, value)
-    return Limits(workers=workers or default_workers(), memory=memory_limit)
+    threads = workers or default_workers()
+    if memory_limit is not None:
+        if workers is None:
+            threads = max(1, min(threads, memory_limit // LEAST_MEMORY))
+        if memory_limit < threads * LEAST_MEMORY:
+            raise UsageError(
+                f"--memory_limit is {counted(memory_limit, 'byte')}; expected at least "
+                f"{threads * LEAST_MEMORY >> 10}KiB for {counted(threads, 'thread')}; raise it"
+                + (" or lower --workers" if threads > 1 else "")
+            )
+    return Limits(workers=threads, memory=memory_limit)
 
 
 def _warn_about_limits(workers: int | None, memory_limit: int | None) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mca_config.arguments import DistributingParallelArguments
 from mca_config.arguments.distributing import LAYOUT_FIELDS
-from mca_config.errors import McaError
+from mca_config.errors import McaError, Origin, list_problems
 from mca_config.parser import Parser
 from mca_config.printable import counted, printable
 from mca_convert import api
@@ -74,7 +74,9 @@ def _layout(parser: Parser, options: argparse.Namespace) -> DistributingParallel
     try:
         return DistributingParallelArguments(**sizes)
     except McaError as error:
-        parser.error(str(error))
+        flags = Origin()
+        flags.sources = dict.fromkeys(sizes, "--")
+        parser.error("; ".join(map(flags.locate, list_problems(error))))
 
 
 def _summary(result: api.ConversionResult) -> str:

@@ -12,6 +12,8 @@ from mca_config.errors import McaError
 
 Item = TypeVar("Item")
 BUFFER_BYTES = 1 << 20  # stays in the second-level cache between read, checksum and write
+LEAST_MEMORY = 192 << 10
+"""Bytes of the smallest buffers of a thread."""
 _PAGE = 4096
 COMPUTED_BYTES = 320 << 20  # of all threads
 _OTHER_FILES = 16
@@ -36,7 +38,7 @@ class Limits:
         """Bytes of one of at most three buffers of a thread."""
         if self.memory is None:
             return BUFFER_BYTES
-        return max(64 << 10, min(8 << 20, self.memory // (3 * self.workers) // _PAGE * _PAGE))
+        return max(LEAST_MEMORY // 3, min(8 << 20, self.memory // (3 * self.workers) // _PAGE * _PAGE))
 
     @property
     def computed_bytes(self) -> int:

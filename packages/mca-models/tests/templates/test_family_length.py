@@ -15,7 +15,6 @@ BOUND = 40
 LONGER = {
     "tables of a vision model's tensors": (
         *("gemma4", "got_ocr2", "internvl", "kimi", "lfm", "llama4", "minicpm", "minimax", "ovis2"),
-        "qwen_omni",
     ),
     "layers with a state beside those with attention, under keys and names of their own": (
         *("bailing_hybrid", "falcon", "jamba", "nemotron_h"),

@@ -249,6 +249,15 @@ def test_a_stream_is_resumed_with_steps_of_one_size(size: int, fails: bool) -> N
         assert resume_position(place, stream).samples == 16
 
 
+def test_an_epoch_of_packs_counts_packs(caplog: Any) -> None:
+    packs = {"units": "packs of 64 tokens"}
+    place = RunPosition(epoch_samples=22, samples=8, step_samples=4, unit=packs["units"])
+    resume_position(place, StepSampler(2300, SHAPE, **packs))
+    assert "is in an epoch of 22 packs, this run's have 2,300: some samples" in caplog.text
+    with pytest.raises(UsageError, match="steps have 4 packs, this run's 8;"):
+        resume_position(place, StepStream([], SHAPE, 10, **packs))
+
+
 def test_a_stream_counts_its_samples_in_full_steps() -> None:
     stream = StepStream([], SHAPE, 10)
     assert stream.num_samples == 80

@@ -56,8 +56,8 @@ READABLE = {
 }
 BROKEN = {
     "not closed.jsonl": (WHOLE + b'{"text": "cut', "cannot be read as json"),
-    "no comma.jsonl": (with_line(b'{"text": "a" "b"}'), "cannot be read as json"),
-    "words.jsonl": (b"hello world\n", "cannot be read as json"),
+    "no comma.jsonl": (with_line(b'{"text": "a" "b"}'), "cannot be read as json: line 21: "),
+    "words.jsonl": (b"hello world\n", "cannot be read as json: line 1: "),
     "bytes.jsonl": (with_line(b'{"text": "\xff\xfe"}'), "can't decode byte 0xff"),
     "half a letter.jsonl": (with_line(b'{"text": "\\ud800"}'), "surrogate pair"),
     "nul.jsonl": (with_line(b'{"text": "a\0"}'), "cannot be read as json"),

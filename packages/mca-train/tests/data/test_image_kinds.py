@@ -186,7 +186,7 @@ def test_images_of_any_size_have_the_tiles_of_lfm2_vl(tile, tmp_path):
     for height, width in itertools.product((5, 8, 16, 17, 31, 40, 48, 65), repeat=2):
         pixels = [np.zeros((height, width, 3), np.uint8)]
         made = kind.processor(images=pixels, return_row_col_info=True, return_tensors="pt")
-        grid, (now,) = tokens.grid(height, width), tokens._made(made.data)
+        grid, (now,) = tokens.grid(height, width), tokens._output_grids(made.data)
         assert (grid, grid.tile_columns) == (now, now.tile_columns), (height, width)
         found.add((grid.tile_rows, grid.tile_columns))
     assert len(found) > 4
@@ -201,7 +201,7 @@ def test_images_of_any_size_have_the_slices_of_minicpm(mode, tmp_path):
     for height, width in itertools.product((5, 16, 17, 24, 31, 48, 65), repeat=2):
         pixels = [np.zeros((height, width, 3), np.uint8)]
         made = kind.processor(images=pixels, downsample_mode=mode, return_tensors="pt")
-        grid, (now,) = tokens.grid(height, width), tokens._made(made.data)
+        grid, (now,) = tokens.grid(height, width), tokens._output_grids(made.data)
         assert (grid, grid.tile_columns, grid.tile_tokens) == (now, now.tile_columns, now.tile_tokens)
         found.add((grid.tile_rows, grid.tile_columns))
     assert {(0, 0), (1, 2), (2, 1), (2, 3)} <= found
@@ -246,7 +246,7 @@ def test_images_of_any_size_have_the_tiles_of_idefics(resized, tmp_path):
     for height, width in itertools.product((5, 8, 16, 17, 31, 40, 48, 65), repeat=2):
         made = kind.processor(images=[np.zeros((height, width, 3), np.uint8)], return_row_col_info=True)
         grid = tokens.grid(height, width)
-        assert grid == tokens._made(made.data)[0], (height, width)
+        assert grid == tokens._output_grids(made.data)[0], (height, width)
         assert grid.rows == len(made["pixel_values"][0])
 
 
@@ -259,7 +259,7 @@ def test_images_of_any_size_have_the_tiles_of_ovis2(covering, tmp_path):
     for height, width in itertools.product((5, 16, 17, 31, 40, 48, 65), repeat=2):
         made = kind.processor([np.zeros((height, width, 3), np.uint8)], return_tensors="pt")
         grid = tokens.grid(height, width)
-        assert grid == tokens._made(made.data)[0], (height, width)
+        assert grid == tokens._output_grids(made.data)[0], (height, width)
         assert grid.rows == len(made["pixel_values"])
         found.add(made["grids"].tolist()[0][0])
     assert len(found) > 3
@@ -513,7 +513,7 @@ def test_tiles_of_llama_4_are_counted_as_its_processor_cuts_them(size):
     grid = tokens._computed(*size)
     assert grid.rows == len(cut["pixel_values"])
     assert tokens.ids(grid).count(9) == 4 * grid.rows
-    assert tokens._made(cut) == [grid]
+    assert tokens._output_grids(cut) == [grid]
 
 
 @pytest.mark.parametrize(

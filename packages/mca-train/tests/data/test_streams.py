@@ -143,8 +143,24 @@ def test_rows_without_a_target_are_left_out_and_counted(kind, tmp_path, caplog):
     (reported,) = [record.getMessage() for record in caplog.records]
     assert f"within seq_length 16 and are left out: {len(rows) - len(whole)} of {len(rows)} rows" in reported
     file.write_text("".join(json.dumps(OTHERS | row) + "\n" for row in UNANSWERED[kind]))
-    with pytest.raises(McaError, match=r"within seq_length 16: all \d rows?$"):
-        list(load_stream(TASKS[kind], [str(file)], byte_tokenizer(), arguments(), seed=None))
+    stream = load_stream(TASKS[kind], [str(file)], byte_tokenizer(), arguments(shuffle_buffer_size=4), seed=1)
+    for read in (stream.rows.require_target, lambda: list(stream)):
+        with pytest.raises(
+            McaError, match=r"within seq_length 16: all \d rows?; raise seq_length, or look at"
+        ):
+            read()
+
+
+def test_a_stream_is_read_up_to_its_first_target(tmp_path):
+    rows = [*UNANSWERED["sft"], *ROWS[:2], {"prompt": None, "completion": "wrong"}]
+    file = tmp_path / "a.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    stream = load_stream(
+        TASKS["sft"], [str(file)], byte_tokenizer(), arguments(shuffle_buffer_size=4), seed=1
+    )
+    stream.rows.require_target()
+    with pytest.raises(McaError, match="train_file, row 4: "):
+        list(stream)
 
 
 def test_short_rows_are_known_to_have_a_target_without_tokenizing_them():

@@ -231,7 +231,7 @@ def test_rows_without_a_target_are_counted_in_each_pass_and_reported_once(caplog
     assert len(list(made)) == len(list(other)) == 2
     assert len(caplog.messages) == 1
     numbers[:] = [0]
-    with pytest.raises(McaError, match=r"^rows do not fit: all 1 row$"):
+    with pytest.raises(McaError, match=r"^rows do not fit: all 1 row; raise seq_length"):
         list(made)
     numbers[:] = []
     assert list(made) == []

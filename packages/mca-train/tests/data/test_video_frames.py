@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from mca_config.errors import McaError
+from mca_train.data.medium_tokens import Grid
 from mca_train.data.video_files import VideoFacts
 from mca_train.data.video_tokens import VideoTokens
 
@@ -46,3 +48,24 @@ def test_fewer_frames_than_are_merged_are_all_taken() -> None:
     assert sampled(1, [], 4) == (0,) and sampled(2, [0.0, 1.0], 4) == (0, 1)
     assert sampled(2, [], None, step=3) == (0, 1)
     assert VideoFacts.__dataclass_fields__.keys() >= {"frames", "fps", "width", "height"}
+
+
+@pytest.mark.parametrize(("counted", "processed"), [((2, 3), (2, 3)), ((2, 2), (2, 3)), ((2, 3), (2, 2))])
+def test_a_video_that_changes_before_it_is_read_is_an_error(
+    counted: tuple[int, int], processed: tuple[int, int]
+) -> None:
+    """Compare the placeholders with those of the file's size and with those of the processor's outputs."""
+    rows = Grid(2, 3, 4)
+    tokens: Any = SimpleNamespace(
+        grid=lambda facts: Grid(*counted, 4),
+        processor=lambda **given: {},
+        _sampled=lambda facts: (0,),
+        _output_grid=lambda outputs, grid: Grid(*processed, grid.frames),
+        _tower_inputs=lambda outputs: "inputs",
+    )
+    video: Any = SimpleNamespace(place="clip.mp4", facts=lambda: None, frames=lambda indices: None)
+    if counted == processed:
+        assert VideoTokens.tensors(tokens, video, rows) == "inputs"
+        return
+    with pytest.raises(McaError, match=r"^video clip.mp4 had 4 x 2 x 3 tokens .* has 4 x 2 x 2 now"):
+        VideoTokens.tensors(tokens, video, rows)

@@ -84,3 +84,43 @@ def test_a_tokenizer_with_more_tokens_than_an_adapter_has_rows_is_told_of_by_the
     for reported in refusals(run(lora_rank=2), capsys):
         assert "the model's vocabulary 100, and an adapter does not contain the new rows" in reported
     assert main(["plan", "sft", run()]) == 0
+
+
+LABELED = [{"prompt": "a", "completion": "b", "label": True}] * 3
+LATE = [{"prompt": "x" * 99, "completion": "y"}] * 3
+
+
+@pytest.mark.usefixtures("own_threads")
+@pytest.mark.parametrize(
+    ("kind", "rows", "changes", "reported"),
+    [
+        (
+            "kto",
+            LABELED[:1],
+            {},
+            "train_file: kto needs the answers of other samples, but a dataset has only",
+        ),
+        ("kto", LABELED, {"max_eval_samples": 1}, "eval_file: kto needs the answers of other samples"),
+        ("kto", LABELED, {"max_eval_samples": 2}, None),
+        ("sft", LATE, {}, "train_file: no row has an answer within seq_length 64; raise seq_length, or look"),
+        (
+            "sft",
+            LATE,
+            {"streaming": True, "max_steps": 1},
+            "train_file: rows do not have an answer within seq_length 64: all 3 rows; raise seq_length, or look",
+        ),
+    ],
+)
+def test_datasets_without_enough_samples_are_reported_before_the_ranks_start(
+    kind, rows, changes, reported, run, tmp_path, monkeypatch, capsys
+):
+    started = []
+    monkeypatch.setattr(train.launcher, "fork_ranks", lambda rank, ranks, folder: started.append(ranks) or 0)
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if "max_eval_samples" in changes:
+        changes = changes | {"eval_file": str(file)}
+    path = run(train_file=str(file), gradient_accumulation_steps=2, nproc_per_node=1, **changes)
+    assert main([kind, path]) == (0 if reported is None else 1)
+    assert (reported or "") in capsys.readouterr().err
+    assert started == ([1] if reported is None else [])

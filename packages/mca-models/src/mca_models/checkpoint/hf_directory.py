@@ -248,7 +248,7 @@ def _what_else(path: Path) -> str:
     names = sorted(file.name for file in path.iterdir())
     shards = [name for name in names if name.endswith(".safetensors")]
     if shards:
-        what = f"{counted(len(shards), 'file')} of weights ({shards[0]}, ...)"
+        what = f"{counted(len(shards), 'file')} of weights ({shards[0]}{', ...' * (len(shards) > 1)})"
         return f"holds {what}, but {INDEX} is missing; fetch it too"
     if any(name == "latest_checkpointed_iteration.txt" or name.startswith("iter_") for name in names):
         distributed = [

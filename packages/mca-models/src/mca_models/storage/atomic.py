@@ -84,7 +84,9 @@ class AtomicDirectory:
         except BaseException as error:
             self.discard()
             if isinstance(error, OSError):
-                raise write_error(destination, error) from None
+                failure = write_error(destination, error)
+                is_full = isinstance(failure, DiskFull)
+                raise failure if is_full else McaError(f"{failure}; name another directory") from None
             raise
 
     def _begin(self) -> None:

@@ -6,6 +6,7 @@ The other files of this package define the supported families. `docs/families.md
 from collections.abc import Mapping
 
 from mca_config.errors import McaError
+from mca_config.printable import suggestion
 
 SUPPORTED: Mapping[str, tuple[str, str]] = {
     "llama": ("all rope scalings: linear, dynamic, llama3, yarn", "Megatron's"),
@@ -396,4 +397,7 @@ def unsupported(model_type: str) -> McaError:
         return McaError(
             f"model_type {model_type!r} has no file; add it to FILES of mca_models/templates/__init__.py"
         )
-    return McaError(f"model_type {model_type!r} is not supported; supported: {', '.join(sorted(SUPPORTED))}")
+    similar = suggestion(model_type, SUPPORTED, "").removesuffix("; ")
+    return McaError(
+        f"model_type {model_type!r} is not supported{similar}; supported: {', '.join(sorted(SUPPORTED))}"
+    )

@@ -225,7 +225,7 @@ COHERE2_VISION = vision_language_family(
         image_tokens="tile_breaks",
         tokens_per_image=shuffled_tokens,
     ),
-    NestedTextConfig(text_model_type="", tied=True, defaults={"image_token_id": 255036}),
+    NestedTextConfig(tied=True, defaults={"image_token_id": 255036}),
 )
 AYA_VISION = vision_language_family(
     "aya_vision",
@@ -239,7 +239,7 @@ AYA_VISION = vision_language_family(
         image_tokens="named_tiles",
         tokens_per_image=shuffled_tokens,
     ),
-    NestedTextConfig(text_model_type="", tied=True, defaults={"image_token_index": 255036}),
+    NestedTextConfig(tied=True, defaults={"image_token_index": 255036}),
 )
 
 FAMILIES = by_type(COHERE, COHERE2, COHERE2_MOE, COHERE2_VISION, AYA_VISION)

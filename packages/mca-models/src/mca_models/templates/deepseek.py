@@ -261,7 +261,7 @@ DEEPSEEK_VL = vision_language_family(
         image_tokens="plain",
         tokens_per_image=tokens_per_image,
     ),
-    NestedTextConfig(text_model_type="", tied=True, defaults={"image_token_id": 100015}),
+    NestedTextConfig(tied=True, defaults={"image_token_id": 100015}),
     assumed=True,
 )
 

@@ -21,21 +21,14 @@ from mca_models.templates.parts.moe import (
 )
 from mca_models.templates.parts.names import MoeNames
 from mca_models.templates.parts.passthrough import with_mtp_passthrough
-from mca_models.templates.parts.patch_merger import MERGERS, SPELLINGS, VISUAL, merger, patches
+from mca_models.templates.parts.qwen_tower import MERGERS, VISUAL, gated_tower, gated_width
 from mca_models.templates.parts.sliding_window import (
     ROTATED_WINDOWS,
     derive_rotated_windows,
     write_rotated_windows,
 )
 from mca_models.templates.parts.vision_language import vision_language_family
-from mca_models.templates.parts.vision_tower import (
-    NestedTextConfig,
-    Shapes,
-    VisionModel,
-    linear,
-    norm,
-    repeat_shapes,
-)
+from mca_models.templates.parts.vision_tower import NestedTextConfig, Shapes, VisionModel, module_spelling
 from mca_models.templates.parts.vision_values import vision_values
 from mca_models.weights import Param
 
@@ -133,31 +126,19 @@ EXAONE_MOE = with_mtp_passthrough(
 # EXAONE 4.5: HF `Exaone4_5_ForConditionalGeneration`: the tower of Qwen 2.5 VL with fewer keys, and EXAONE 4.
 def _tensors(config: McaModelConfig) -> Shapes:
     _, vision = vision_values(config)
-    width, inner = vision.size("hidden_size", 3584), vision.size("intermediate_size", 3420)
+    width = gated_width(vision)
     heads, groups = vision.size("num_heads", 16), vision.size("num_key_value_heads", 8)
-    block = {
-        **norm("norm1", width, bias=False),
-        **norm("norm2", width, bias=False),
-        **linear("attn.qkv", width + 2 * groups * (width // heads), width),
-        **linear("attn.proj", width, width),
-        **linear("mlp.gate_proj", inner, width),
-        **linear("mlp.up_proj", inner, width),
-        **linear("mlp.down_proj", width, inner),
-    }
-    merged = width * vision.size("spatial_merge_size", 2) ** 2
-    return {
-        f"{VISUAL}patch_embed.proj.weight": patches(vision, width),
-        **repeat_shapes(f"{VISUAL}blocks", vision.layers("depth", 32), block),
-        **merger(f"{VISUAL}merger", width, merged, vision.size("out_hidden_size", 3584), bias=False),
-    }
+    return gated_tower(vision, {"qkv": width + 2 * groups * (width // heads)})
 
 
 EXAONE4_5 = vision_language_family(
     "exaone4_5",
     "Exaone4_5_ForConditionalGeneration",
     {"exaone4": EXAONE4, "exaone4_5_text": replace(EXAONE4, model_type="exaone4_5_text")},
-    VisionModel(tensors=_tensors, spellings=SPELLINGS[1:], projector=MERGERS, video_tokens="together"),
-    NestedTextConfig(text_model_type="", defaults={"image_token_id": 67, "video_token_id": 68}),
+    VisionModel(
+        tensors=_tensors, spellings=(module_spelling(VISUAL),), projector=MERGERS, video_tokens="together"
+    ),
+    NestedTextConfig(defaults={"image_token_id": 67, "video_token_id": 68}),
     assumed=True,
 )
 

@@ -182,7 +182,7 @@ GEMMA3 = vision_language_family(
         tokens_per_image=tokens_per_image,
         reach=lambda config: tokens_per_image(config) - 1,
     ),
-    NestedTextConfig(text_model_type="", tied=True, defaults={"mm_tokens_per_image": 256}),
+    NestedTextConfig(tied=True, defaults={"mm_tokens_per_image": 256}),
 )
 
 FAMILIES = by_type(GEMMA, GEMMA2, VAULTGEMMA, GEMMA3_TEXT, GEMMA3)

@@ -420,7 +420,7 @@ GEMMA4 = vision_language_family(
             marks=CLIP_MARKS,
         ),
     ),
-    NestedTextConfig(text_model_type="", tied=True, defaults=GEMMA4_TOKENS),
+    NestedTextConfig(tied=True, defaults=GEMMA4_TOKENS),
 )
 
 
@@ -496,7 +496,7 @@ GEMMA4_UNIFIED = vision_language_family(
             marks=CLIP_MARKS,
         ),
     ),
-    NestedTextConfig(text_model_type="", tied=True, defaults=GEMMA4_TOKENS),
+    NestedTextConfig(tied=True, defaults=GEMMA4_TOKENS),
 )
 
 FAMILIES = by_type(GEMMA4_TEXT, GEMMA4, GEMMA4_UNIFIED_TEXT, GEMMA4_UNIFIED)

@@ -13,13 +13,14 @@ from mca_models.templates.family import Family, by_type
 from mca_models.templates.lens import Lens
 from mca_models.templates.parts.moe import AUX_LOSS, GROUPED_EXPERTS
 from mca_models.templates.parts.passthrough import with_mtp_passthrough
-from mca_models.templates.parts.patch_merger import VISUAL, patches
+from mca_models.templates.parts.qwen_tower import MERGERS, VISUAL, patches
 from mca_models.templates.parts.vision_language import vision_language_family
 from mca_models.templates.parts.vision_tower import (
     NestedTextConfig,
     Shapes,
     VideoTokenKind,
     VisionModel,
+    gated_mlp,
     linear,
     module_spelling,
     norm,
@@ -41,12 +42,20 @@ def glm_vision(config: McaModelConfig) -> VisionValues:
     return replace(vision, values={**vision.values, **said})
 
 
-def gated(name: str, inner: int, width: int, *, bias: bool = False) -> Shapes:
-    """The three matrices of a gated MLP."""
+def _tower(vision: VisionValues, width: int, block: Shapes, out: int, inner: int, *norms: str) -> Shapes:
+    """Return the tensors of a tower of layers ``block``, with ``norms`` of its features in front of the last one."""
+    merge = vision.size("spatial_merge_size", 2)
     return {
-        **linear(f"{name}gate_proj", inner, width, bias=bias),
-        **linear(f"{name}up_proj", inner, width, bias=bias),
-        **linear(f"{name}down_proj", width, inner, bias=bias),
+        f"{VISUAL}patch_embed.proj.weight": patches(vision, width),
+        f"{VISUAL}patch_embed.proj.bias": (width,),
+        **repeat_shapes(f"{VISUAL}blocks", vision.layers("depth", 24), block),
+        **_linear(f"{VISUAL}merger.proj", out, out),
+        **norm(f"{VISUAL}merger.post_projection_norm", out),
+        **gated_mlp(f"{VISUAL}merger.", inner, out, bias=False),
+        **{f"{VISUAL}{name}.weight": (width,) for name in norms},
+        f"{VISUAL}downsample.weight": (out, width, merge, merge),
+        f"{VISUAL}downsample.bias": (out,),
+        **_norm(f"{VISUAL}post_layernorm", width),
     }
 
 
@@ -54,41 +63,25 @@ def tensors(config: McaModelConfig) -> Shapes:
     """Every tensor of the vision model."""
     vision = glm_vision(config)
     width, out = vision.size("hidden_size", 1536), vision.size("out_hidden_size", 4096)
-    size, merge = vision.size("patch_size", 14), vision.size("spatial_merge_size", 2)
+    side = vision.size("image_size", 336) // vision.size("patch_size", 14)
     bias = vision.flag("attention_bias", False)
     block = {
         **_norm("norm1", width),
         **_norm("norm2", width),
         **linear("attn.qkv", 3 * width, width, bias=bias),
         **_linear("attn.proj", width, width),
-        **gated("mlp.", out, width),
+        **gated_mlp("mlp.", out, width, bias=False),
     }
     return {
-        f"{VISUAL}embeddings.position_embedding.weight": (
-            (vision.size("image_size", 336) // size) ** 2,
-            width,
-        ),
-        f"{VISUAL}patch_embed.proj.weight": patches(vision, width),
-        f"{VISUAL}patch_embed.proj.bias": (width,),
-        **repeat_shapes(f"{VISUAL}blocks", vision.layers("depth", 24), block),
-        **_linear(f"{VISUAL}merger.proj", out, out),
-        **norm(f"{VISUAL}merger.post_projection_norm", out),
-        **gated(f"{VISUAL}merger.", vision.size("intermediate_size", 13696), out),
-        **_norm(f"{VISUAL}post_conv_layernorm", width),
-        f"{VISUAL}downsample.weight": (out, width, merge, merge),
-        f"{VISUAL}downsample.bias": (out,),
-        **_norm(f"{VISUAL}post_layernorm", width),
+        f"{VISUAL}embeddings.position_embedding.weight": (side**2, width),
+        **_tower(vision, width, block, out, vision.size("intermediate_size", 13696), "post_conv_layernorm"),
     }
 
 
 def ocr_tensors(config: McaModelConfig) -> Shapes:
     """Every tensor of the vision model of GLM-OCR, with norms of q and k, and without a table of positions."""
     vision = glm_vision(config)
-    width, out, merge = (
-        vision.size("hidden_size", 1024),
-        vision.size("out_hidden_size", 1536),
-        vision.size("spatial_merge_size", 2),
-    )
+    width, out = vision.size("hidden_size", 1024), vision.size("out_hidden_size", 1536)
     bias = vision.flag("attention_bias", True)
     block = {
         **_norm("norm1", width),
@@ -97,19 +90,9 @@ def ocr_tensors(config: McaModelConfig) -> Shapes:
         **linear("attn.proj", width, width, bias=bias),
         **_norm("attn.q_norm", width // vision.size("num_heads", 16)),
         **_norm("attn.k_norm", width // vision.size("num_heads", 16)),
-        **gated("mlp.", vision.size("intermediate_size", 4096), width, bias=bias),
+        **gated_mlp("mlp.", vision.size("intermediate_size", 4096), width, bias=bias),
     }
-    return {
-        f"{VISUAL}patch_embed.proj.weight": patches(vision, width),
-        f"{VISUAL}patch_embed.proj.bias": (width,),
-        **repeat_shapes(f"{VISUAL}blocks", vision.layers("depth", 24), block),
-        **_linear(f"{VISUAL}merger.proj", out, out),
-        **norm(f"{VISUAL}merger.post_projection_norm", out),
-        **gated(f"{VISUAL}merger.", out * vision.size("in_channels", 3), out),
-        f"{VISUAL}downsample.weight": (out, width, merge, merge),
-        f"{VISUAL}downsample.bias": (out,),
-        **_norm(f"{VISUAL}post_layernorm", width),
-    }
+    return _tower(vision, width, block, out, out * vision.size("in_channels", 3))
 
 
 def _derive(hf: HfConfig) -> JsonObject:
@@ -172,10 +155,10 @@ def _family(
         VisionModel(
             tensors=shapes,
             spellings=(module_spelling(VISUAL),),
-            projector=(f"{VISUAL}merger.",),
+            projector=MERGERS,
             video_tokens=video,
         ),
-        NestedTextConfig(text_model_type="", text_ties=ties, rope=((8, 12, 12), False)),
+        NestedTextConfig(text_ties=ties, rope=((8, 12, 12), False)),
         assumed=True,
     )
 

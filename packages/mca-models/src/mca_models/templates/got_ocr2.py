@@ -81,5 +81,5 @@ FAMILY = vision_language_family(
         image_tokens="enclosed",
         tokens_per_image=tokens_per_image,
     ),
-    NestedTextConfig(text_model_type="", tied=True, defaults={"image_token_index": 151859}),
+    NestedTextConfig(tied=True, defaults={"image_token_index": 151859}),
 )

@@ -6,16 +6,9 @@ SigLIP on square tiles, whose patches are shuffled into fewer for a linear, and 
 from mca_config.model_config import McaModelConfig
 from mca_models.templates import get_family
 from mca_models.templates.family import Family, by_type
-from mca_models.templates.parts.clip_tower import encoder_layers
+from mca_models.templates.parts.clip_tower import siglip_tower
 from mca_models.templates.parts.vision_language import vision_language_family
-from mca_models.templates.parts.vision_tower import (
-    NestedTextConfig,
-    Shapes,
-    Spelling,
-    VisionModel,
-    linear,
-    norm,
-)
+from mca_models.templates.parts.vision_tower import NestedTextConfig, Shapes, Spelling, VisionModel, linear
 from mca_models.templates.parts.vision_values import vision_values
 
 _TOWER, _CONNECTOR = "vision_model.", "connector."
@@ -24,15 +17,8 @@ _TOWER, _CONNECTOR = "vision_model.", "connector."
 def tensors(config: McaModelConfig) -> Shapes:
     """Return every tensor of tower and connector."""
     about, vision = vision_values(config)
-    width, patch = vision.size("hidden_size", 1152), vision.size("patch_size", 32)
-    tower = {
-        "embeddings.patch_embedding.weight": (width, vision.size("num_channels", 3), patch, patch),
-        "embeddings.patch_embedding.bias": (width,),
-        "embeddings.position_embedding.weight": ((vision.size("image_size", 224) // patch) ** 2, width),
-        **encoder_layers(vision, 12, 1152),
-        **norm("post_layernorm", width),
-    }
-    merged = width * about.size("scale_factor", 2) ** 2
+    tower = siglip_tower(vision, head=False, default_width=1152, default_patch=32)
+    merged = vision.size("hidden_size", 1152) * about.size("scale_factor", 2) ** 2
     return {
         **{_TOWER + name: shape for name, shape in tower.items()},
         **linear(f"{_CONNECTOR}modality_projection.proj", config.hidden_size, merged, bias=False),
@@ -59,7 +45,7 @@ def _family(model_type: str, architecture: str) -> Family:
             image_tokens="row_column_tiles",
             tokens_per_image=tokens_per_tile,
         ),
-        NestedTextConfig(text_model_type="", defaults={"image_token_id": 128257}),
+        NestedTextConfig(defaults={"image_token_id": 128257}),
     )
 
 

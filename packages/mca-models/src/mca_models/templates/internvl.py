@@ -100,7 +100,7 @@ INTERNVL = vision_language_family(
         video_tokens="numbered",
         tokens_per_image=tokens_per_tile,
     ),
-    NestedTextConfig(text_model_type="", tied=True),
+    NestedTextConfig(tied=True),
 )
 
 
@@ -137,7 +137,7 @@ QIANFAN_OCR = vision_language_family(
         tokens_per_image=tokens_per_tile,
         fused_qkv="one after the other",
     ),
-    NestedTextConfig(text_model_type=""),
+    NestedTextConfig(),
 )
 
 FAMILIES = by_type(INTERNVL, QIANFAN_OCR)

@@ -237,7 +237,7 @@ KIMI_K25 = vision_language_family(
         image_tokens="padded_patches",
         fused_qkv="rope pairs",
     ),
-    NestedTextConfig(text_model_type="", tied=True, defaults=_TOKENS),
+    NestedTextConfig(tied=True, defaults=_TOKENS),
     assumed=True,
 )
 

@@ -215,7 +215,7 @@ LFM2_VL = vision_language_family(
         image_tokens="thumbnail_tiles",
         tokens_of_size=tokens_of_size,
     ),
-    NestedTextConfig(text_model_type="", tied=True, defaults={"image_token_id": 396}),
+    NestedTextConfig(tied=True, defaults={"image_token_id": 396}),
 )
 
 
@@ -286,7 +286,6 @@ LFM3_VL = vision_language_family(
         video_tokens="timestamps",
     ),
     NestedTextConfig(
-        text_model_type="",
         tied=True,
         defaults={
             **{"image_token_id": 125_030, "video_token_id": 125_029},

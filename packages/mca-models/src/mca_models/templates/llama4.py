@@ -165,7 +165,7 @@ LLAMA4 = vision_language_family(
         image_tokens="tile_rows",
         tokens_per_image=tokens_per_image,
     ),
-    NestedTextConfig(text_model_type="", text_ties="alone"),
+    NestedTextConfig(text_ties="alone"),
 )
 
 FAMILIES = by_type(LLAMA4_TEXT, LLAMA4)

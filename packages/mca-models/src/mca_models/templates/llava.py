@@ -58,7 +58,7 @@ LLAVA = vision_language_family(
         image_tokens="plain",
         tokens_per_image=tokens_per_image,
     ),
-    NestedTextConfig(text_model_type="", text_ties="too"),
+    NestedTextConfig(text_ties="too"),
     assumed=True,
 )
 
@@ -81,7 +81,7 @@ LLAVA_NEXT = vision_language_family(
         tokens_per_image=tokens_per_tile,
         tokens_of_size=tiled_tokens,
     ),
-    NestedTextConfig(text_model_type="", defaults={"image_token_index": 32000}),
+    NestedTextConfig(defaults={"image_token_index": 32000}),
     assumed=True,
 )
 
@@ -104,7 +104,6 @@ LLAVA_ONEVISION = vision_language_family(
         tokens_per_frame=tokens_per_frame,
     ),
     NestedTextConfig(
-        text_model_type="",
         text_ties="too",
         defaults={
             **{
@@ -147,7 +146,7 @@ VIPLLAVA = vision_language_family(
         image_tokens="plain",
         tokens_per_image=tokens_per_tile,
     ),
-    NestedTextConfig(text_model_type="", defaults={"image_token_index": 32000}),
+    NestedTextConfig(defaults={"image_token_index": 32000}),
     assumed=True,
 )
 

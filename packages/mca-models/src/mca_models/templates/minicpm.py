@@ -152,7 +152,7 @@ MINICPMV4_6 = vision_language_family(
         video_tokens="slices",
         tokens_of_size=tokens_of_size,
     ),
-    NestedTextConfig(text_model_type=""),
+    NestedTextConfig(),
 )
 
 FAMILIES = by_type(MINICPM3, MINICPMV4_6)

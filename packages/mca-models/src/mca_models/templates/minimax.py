@@ -21,6 +21,7 @@ from mca_models.templates.config_table import (
 )
 from mca_models.templates.family import Family, by_type
 from mca_models.templates.lens import Lens
+from mca_models.templates.parts.clip_tower import encoder_layer
 from mca_models.templates.parts.common import attention, embedding, head, inner
 from mca_models.templates.parts.lightning_attention import lightning_attention
 from mca_models.templates.parts.moe import (
@@ -353,18 +354,12 @@ def _tensors(config: McaModelConfig) -> Shapes:
     width, inner = vision.size("hidden_size", 1280), vision.size("intermediate_size", 5120)
     size, times = vision.size("patch_size", 14), vision.size("temporal_patch_size", 2)
     between, merged = about.size("projector_hidden_size", 6144), vision.size("spatial_merge_size", 2) ** 2
-    layer = {
-        **norm("layer_norm1", width),
-        **norm("layer_norm2", width),
-        **linear("mlp.fc1", inner, width),
-        **linear("mlp.fc2", width, inner),
-    }
-    for x in ("q", "k", "v", "out"):
-        layer |= linear(f"self_attn.{x}_proj", width, width)
     return {
         f"{TOWER}embeddings.proj.weight": (width, vision.size("num_channels", 3), times, size, size),
         **norm(f"{TOWER}pre_layrnorm", width),
-        **repeat_shapes(f"{TOWER}layers", vision.layers("num_hidden_layers", 32), layer),
+        **repeat_shapes(
+            f"{TOWER}layers", vision.layers("num_hidden_layers", 32), encoder_layer(width, inner)
+        ),
         **linear(f"{PROJECTOR}linear_1", between, width),
         **linear(f"{PROJECTOR}linear_2", config.hidden_size, between),
         **linear(f"{PROJECTOR}merge_linear_1", between, config.hidden_size * merged),
@@ -382,7 +377,7 @@ MINIMAX_M3_VL = vision_language_family(
         projector=(PROJECTOR,),
         image_tokens=None,
     ),
-    NestedTextConfig(text_model_type="", text_ties="too"),
+    NestedTextConfig(text_ties="too"),
 )
 
 FAMILIES = by_type(MINIMAX, MINIMAX_M2, MINIMAX_M3_VL_TEXT, MINIMAX_M3_VL)

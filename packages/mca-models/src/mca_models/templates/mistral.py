@@ -32,6 +32,7 @@ from mca_models.templates.parts.vision_tower import (
     NestedTextConfig,
     Shapes,
     VisionModel,
+    gated_mlp,
     linear,
     llava_spelling,
     module_spelling,
@@ -179,9 +180,7 @@ def pixtral_tensors(config: McaModelConfig, *, tower: str, projector: str) -> Sh
         **_linear("attention.k_proj", width, width),
         **_linear("attention.v_proj", width, width),
         **_linear("attention.o_proj", width, width),
-        **_linear("feed_forward.gate_proj", inner, width),
-        **_linear("feed_forward.up_proj", inner, width),
-        **_linear("feed_forward.down_proj", width, inner),
+        **gated_mlp("feed_forward.", inner, width, bias=False),
     }
     biased = about.flag("multimodal_projector_bias", False)
     taken = width * len(about.index_or_more("vision_feature_layer", -1))
@@ -215,7 +214,7 @@ MISTRAL3 = vision_language_family(
         image_tokens="lines",
         tokens_of_size=tokens_of_size,
     ),
-    NestedTextConfig(text_model_type="", tied=True),
+    NestedTextConfig(tied=True),
     assumed=True,
 )
 
@@ -233,7 +232,7 @@ LIGHTON_OCR = vision_language_family(
         image_tokens="whole_lines",
         tokens_of_size=tokens_of_size,
     ),
-    NestedTextConfig(text_model_type="", tied=True, defaults={"image_token_id": 151655}),
+    NestedTextConfig(tied=True, defaults={"image_token_id": 151655}),
 )
 
 FAMILIES = by_type(MISTRAL, MINISTRAL, MINISTRAL3, MIXTRAL, MISTRAL4, MISTRAL3, LIGHTON_OCR)

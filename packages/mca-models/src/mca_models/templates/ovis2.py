@@ -71,7 +71,6 @@ FAMILY = vision_language_family(
         tokens_per_image=tokens_per_tile,
     ),
     NestedTextConfig(
-        text_model_type="",
         tied=True,
         repeated=("hidden_size", "vocab_size"),
         defaults={"image_token_id": 151665, "visual_indicator_token_ids": [*range(151666, 151671)]},

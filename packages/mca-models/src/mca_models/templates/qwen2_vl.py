@@ -8,13 +8,23 @@ from mca_models.templates import get_family
 from mca_models.templates.config_table import HfConfig, head_dim
 from mca_models.templates.family import Family, by_type
 from mca_models.templates.lens import Lens
-from mca_models.templates.parts.patch_merger import INSIDE, MERGERS, SPELLINGS, VISUAL, merger, patches
+from mca_models.templates.parts.qwen_tower import MERGERS, VISUAL, gated_tower, gated_width, qwen2_tower
 from mca_models.templates.parts.sliding_window import window, write_window
 from mca_models.templates.parts.vision_language import vision_language_family
-from mca_models.templates.parts.vision_tower import Shapes, VisionModel, linear, norm, repeat_shapes
+from mca_models.templates.parts.vision_tower import (
+    NestedTextConfig,
+    Shapes,
+    Spelling,
+    VisionModel,
+    linear,
+    module_spelling,
+    norm,
+)
 from mca_models.templates.parts.vision_values import vision_values
 
 QWEN2 = get_family("qwen2")
+SPELLINGS = (Spelling("model.", "lm_head.", {VISUAL: VISUAL}), module_spelling(VISUAL))
+INSIDE = NestedTextConfig(text_ties="too", rope=((16, 24, 24), False))
 
 
 # Qwen 2 VL: HF `Qwen2VLForConditionalGeneration`: Qwen 2 with sectioned rotary positions.
@@ -45,12 +55,7 @@ def _qwen2_tensors(config: McaModelConfig) -> Shapes:
         **linear("mlp.fc1", inner, width),
         **linear("mlp.fc2", width, inner),
     }
-    merged = width * vision.size("spatial_merge_size", 2) ** 2
-    return {
-        f"{VISUAL}patch_embed.proj.weight": patches(vision, width),
-        **repeat_shapes(f"{VISUAL}blocks", vision.layers("depth", 32), block),
-        **merger(f"{VISUAL}merger", width, merged, vision.size("hidden_size", 3584), bias=True),
-    }
+    return qwen2_tower(vision, width, block, vision.size("hidden_size", 3584), bias=True)
 
 
 QWEN2_VL = vision_language_family(
@@ -68,22 +73,7 @@ TEXT = replace(QWEN2_VL.texts["qwen2_vl_text"], model_type="qwen2_5_vl_text")
 
 def _qwen2_5_tensors(config: McaModelConfig) -> Shapes:
     _, vision = vision_values(config)
-    width, inner = vision.size("hidden_size", 3584), vision.size("intermediate_size", 3420)
-    block = {
-        **norm("norm1", width, bias=False),
-        **norm("norm2", width, bias=False),
-        **linear("attn.qkv", 3 * width, width),
-        **linear("attn.proj", width, width),
-        **linear("mlp.gate_proj", inner, width),
-        **linear("mlp.up_proj", inner, width),
-        **linear("mlp.down_proj", width, inner),
-    }
-    merged = width * vision.size("spatial_merge_size", 2) ** 2
-    return {
-        f"{VISUAL}patch_embed.proj.weight": patches(vision, width),
-        **repeat_shapes(f"{VISUAL}blocks", vision.layers("depth", 32), block),
-        **merger(f"{VISUAL}merger", width, merged, vision.size("out_hidden_size", 3584), bias=False),
-    }
+    return gated_tower(vision, {"qkv": 3 * gated_width(vision)})
 
 
 QWEN2_5_VL = vision_language_family(

@@ -14,7 +14,6 @@ from mca_models.templates.config_table import (
 from mca_models.templates.family import Family, by_type
 from mca_models.templates.parts import gated_delta_net as delta
 from mca_models.templates.parts.common import attention, dense_mlp, embedding, head
-from mca_models.templates.parts.deepstack import MERGERS, SPELLINGS, tower
 from mca_models.templates.parts.gated_delta_net import PREFIX_KEY, detect_prefix, in_proj, prefixed
 from mca_models.templates.parts.moe import (
     AUX_LOSS,
@@ -26,8 +25,9 @@ from mca_models.templates.parts.moe import (
 )
 from mca_models.templates.parts.mtp import OWN_EMBEDDING, mtp_params
 from mca_models.templates.parts.names import HF, MoeNames
+from mca_models.templates.parts.qwen_tower import DEEPSTACK
 from mca_models.templates.parts.vision_language import vision_language_family
-from mca_models.templates.parts.vision_tower import NestedTextConfig, Shapes, VisionModel
+from mca_models.templates.parts.vision_tower import NestedTextConfig
 from mca_models.weights import Concat, GroupedHeads, Param, PerTensor, expand_rules
 
 # Qwen 3 Next: HF `Qwen3NextForCausalLM`: gated delta net, gated attention, experts.
@@ -146,18 +146,14 @@ QWEN3_5_MOE_TEXT = Family(
 
 
 # Qwen 3.5 and 3.5 with experts: HF `Qwen3_5ForConditionalGeneration` and `Qwen3_5MoeForConditionalGeneration`.
-def tensors(config: McaModelConfig) -> Shapes:
-    """Every tensor of the vision model: that of Qwen 3 VL without deepstack."""
-    return tower(config, 0)
-
-
+# The vision model is that of Qwen 3 VL, without inner layers that give features.
 def _family(model_type: str, architecture: str, text: Family) -> Family:
     return vision_language_family(
         model_type,
         architecture,
         {text.model_type: text},
-        VisionModel(tensors=tensors, spellings=SPELLINGS, projector=MERGERS, video_tokens="timestamps"),
-        NestedTextConfig(text_model_type="", rope=((11, 11, 10), True)),
+        DEEPSTACK,
+        NestedTextConfig(rope=((11, 11, 10), True)),
     )
 
 

@@ -15,11 +15,11 @@ from mca_models.templates import get_family
 from mca_models.templates.config_table import HfConfig, dense_fields
 from mca_models.templates.family import Family, by_type
 from mca_models.templates.lens import Lens
-from mca_models.templates.parts.deepstack import INSIDE, MERGERS, SPELLINGS, tensors, without_window
 from mca_models.templates.parts.moe import TRANSPOSED, expert_fields, sparse_layers, write_sparse
 from mca_models.templates.parts.names import FUSED
+from mca_models.templates.parts.qwen_tower import DEEPSTACK, deepstack_layers, without_window
 from mca_models.templates.parts.vision_language import vision_language_family
-from mca_models.templates.parts.vision_tower import VisionModel
+from mca_models.templates.parts.vision_tower import NestedTextConfig
 from mca_models.templates.shapes import Shape
 
 QWEN3 = get_family("qwen3")
@@ -65,8 +65,8 @@ def _family(model_type: str, architecture: str, text: Family) -> Family:
         model_type,
         architecture,
         {text.model_type: text},
-        VisionModel(tensors=tensors, spellings=SPELLINGS, projector=MERGERS, video_tokens="timestamps"),
-        INSIDE,
+        DEEPSTACK,
+        NestedTextConfig(rope=((24, 20, 20), True), deepstack=deepstack_layers),
     )
 
 

@@ -8,10 +8,17 @@ from mca_models.templates import get_family
 from mca_models.templates.config_table import HfConfig
 from mca_models.templates.family import Family, by_type
 from mca_models.templates.lens import Lens
-from mca_models.templates.parts.deepstack import deepstack_layers, tower, without_window
 from mca_models.templates.parts.moe import sparse_layers, write_sparse
 from mca_models.templates.parts.passthrough import with_passthrough
-from mca_models.templates.parts.patch_merger import MERGERS, VISUAL, merger, patches
+from mca_models.templates.parts.qwen_tower import (
+    MERGERS,
+    VISUAL,
+    deepstack_layers,
+    deepstack_tower,
+    gated_tower,
+    gated_width,
+    without_window,
+)
 from mca_models.templates.parts.vision_language import vision_language_family
 from mca_models.templates.parts.vision_tower import (
     AUDIO_TOWER,
@@ -26,7 +33,6 @@ from mca_models.templates.parts.vision_tower import (
     linear,
     module_spelling,
     norm,
-    repeat_shapes,
 )
 from mca_models.templates.parts.vision_values import VisionValues, vision_values
 from mca_models.templates.parts.whisper_tower import convolution, encoder_layers
@@ -164,31 +170,13 @@ _QWEN2_5_TEXT = replace(QWEN2.with_defaults(_QWEN2_5_DEFAULTS), model_type="qwen
 def _qwen2_5_tensors(config: McaModelConfig) -> Shapes:
     _, vision = vision_values(config)
     _, audio = vision_values(config, "audio_config")
-    width, inner = vision.size("hidden_size", 3584), vision.size("intermediate_size", 3420)
-    block = {
-        **norm("norm1", width, bias=False),
-        **norm("norm2", width, bias=False),
-        **{
-            key: shape
-            for x in ("q", "k", "v", "proj")
-            for key, shape in linear(f"attn.{x}", width, width).items()
-        },
-        **linear("mlp.gate_proj", inner, width),
-        **linear("mlp.up_proj", inner, width),
-        **linear("mlp.down_proj", width, inner),
-    }
-    merged = width * vision.size("spatial_merge_size", 2) ** 2
     return {
-        f"{VISUAL}patch_embed.proj.weight": patches(vision, width),
-        **repeat_shapes(f"{VISUAL}blocks", vision.layers("depth", 32), block),
-        **merger(f"{VISUAL}merger", width, merged, vision.size("out_hidden_size", 3584), bias=False),
+        **gated_tower(vision, dict.fromkeys("qkv", gated_width(vision))),
         **{AUDIO_TOWER + name: shape for name, shape in pooled_encoder(audio).items()},
     }
 
 
-_QWEN2_5_INSIDE = NestedTextConfig(
-    text_model_type="", rope=((16, 24, 24), False), towers=("vision_config", "audio_config")
-)
+_QWEN2_5_INSIDE = NestedTextConfig(rope=((16, 24, 24), False), towers=("vision_config", "audio_config"))
 QWEN2_5_OMNI_THINKER = vision_language_family(
     "qwen2_5_omni_thinker",
     "Qwen2_5OmniThinkerForConditionalGeneration",
@@ -244,9 +232,8 @@ def merger_name(name: str) -> str:
 
 def _qwen3_tensors(config: McaModelConfig) -> Shapes:
     _, audio = vision_values(config, "audio_config")
-    seen = tower(config, config.vision.deepstack_layers if config.vision else 0)
     return {
-        **{merger_name(name): shape for name, shape in seen.items()},
+        **{merger_name(name): shape for name, shape in deepstack_tower(config).items()},
         **{AUDIO_TOWER + name: shape for name, shape in strided_encoder(audio).items()},
     }
 
@@ -254,10 +241,7 @@ def _qwen3_tensors(config: McaModelConfig) -> Shapes:
 _TABLE = replace(QWEN3_MOE.table, defaults=_QWEN3_DEFAULTS, facts=(Lens(derive, write_sparse),))
 _QWEN3_TEXT = replace(QWEN3_MOE, model_type="qwen3_omni_moe_text", config=without_window(_TABLE))
 _QWEN3_INSIDE = NestedTextConfig(
-    text_model_type="",
-    rope=((24, 20, 20), True),
-    deepstack=deepstack_layers,
-    towers=("vision_config", "audio_config"),
+    rope=((24, 20, 20), True), deepstack=deepstack_layers, towers=("vision_config", "audio_config")
 )
 QWEN3_OMNI_MOE_THINKER = vision_language_family(
     "qwen3_omni_moe_thinker",
@@ -310,9 +294,7 @@ QWEN3_ASR = vision_language_family(
         image_tokens=None,
         audio=replace(STRIDED, mask="input_features_mask"),
     ),
-    NestedTextConfig(
-        text_model_type="", tied=True, towers=("audio_config",), defaults={"audio_token_id": 151676}
-    ),
+    NestedTextConfig(tied=True, towers=("audio_config",), defaults={"audio_token_id": 151676}),
     assumed=True,
 )
 

@@ -39,12 +39,7 @@ QWEN2_AUDIO = vision_language_family(
     audio_model(
         _qwen2_tensors, lambda config, frames: ((frames - 1) // 2 - 1) // 2 + 1, mask="feature_attention_mask"
     ),
-    NestedTextConfig(
-        text_model_type="",
-        text_ties="nothing",
-        towers=("audio_config",),
-        defaults={"audio_token_index": 151646},
-    ),
+    NestedTextConfig(text_ties="nothing", towers=("audio_config",), defaults={"audio_token_index": 151646}),
     assumed=True,
 )
 
@@ -67,9 +62,7 @@ AUDIOFLAMINGO3 = vision_language_family(
     audio_model(
         _flamingo_tensors, lambda config, frames: -(-frames // 2) // 2, mask="input_features_mask", windows=20
     ),
-    NestedTextConfig(
-        text_model_type="", text_ties="nothing", towers=("audio_config",), defaults={"audio_token_id": 151669}
-    ),
+    NestedTextConfig(text_ties="nothing", towers=("audio_config",), defaults={"audio_token_id": 151669}),
     assumed=True,
 )
 
@@ -104,7 +97,7 @@ VOXTRAL = vision_language_family(
     "VoxtralForConditionalGeneration",
     {"llama": get_family("llama").with_defaults(_VOXTRAL_DEFAULTS)},
     audio_model(_voxtral_tensors, tokens, mask=None, windows=None),
-    NestedTextConfig(text_model_type="", text_ties="nothing", towers=("audio_config",)),
+    NestedTextConfig(text_ties="nothing", towers=("audio_config",)),
     assumed=True,
 )
 
@@ -158,9 +151,7 @@ GLMASR = vision_language_family(
         windows=21,
         positions=False,
     ),
-    NestedTextConfig(
-        text_model_type="", tied=True, towers=("audio_config",), defaults={"audio_token_id": 59260}
-    ),
+    NestedTextConfig(tied=True, towers=("audio_config",), defaults={"audio_token_id": 59260}),
     assumed=True,
 )
 

@@ -1,7 +1,8 @@
 """Table of LLaMA-Factory's arguments: each one is read, ignored with a reason, or raises an error.
 
-`unsupported` raises the errors. Run ``python -m mca_train.clients.llama_factory_keys docs/reference/llama_factory_keys.md`` to
-write the tables of that page. A test compares the names with those of the installed LLaMA-Factory.
+`unsupported` raises the errors. To write the tables of the page, run
+``python -m mca_train.clients.llama_factory_keys docs/reference/llama_factory_keys.md``. A test
+compares the names with those of the installed LLaMA-Factory.
 """
 
 from collections.abc import Mapping

@@ -5,6 +5,7 @@
 
 import contextlib
 import glob
+import json
 import logging
 import re
 from collections import Counter
@@ -308,4 +309,25 @@ def translate_read_errors(
                 raise McaError(f"{subject} has no {_ENDINGS} file ({content})") from error
             raise McaError(f"{subject} is not there any more; put it back and start again") from error
         advice = "; repair or replace the file" if reader in _READERS.values() else ""
-        raise McaError(f"{subject} cannot be read as {reader}: {redacted(reason)[:200]}{advice}") from error
+        line = _invalid_line(Path(files)) if reader == "json" else ""
+        raise McaError(
+            f"{subject} cannot be read as {reader}: {line}{redacted(reason)[:200]}{advice}"
+        ) from error
+
+
+def _invalid_line(file: Path) -> str:
+    """Return the place of the first line that is no row, for an error; empty: it is not known."""
+    if file.suffix.lower() != ".jsonl" or not file.is_file():
+        return ""
+    with contextlib.suppress(OSError, UnicodeDecodeError), file.open(encoding="utf-8-sig") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip() and not _is_row(line):
+                return f"line {number}: "
+    return ""
+
+
+def _is_row(line: str) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False

@@ -9,55 +9,34 @@ from mca_config.model_config import McaModelConfig
 from mca_models.media import placeholders
 from mca_models.templates import get_family
 from mca_models.templates.parts.vision_tower import ImageTokenKind
+from mca_train.data import image_tiles, patch_grids
 from mca_train.data.chat import with_image_text
-from mca_train.data.image_tiles import (
-    BreakTileTokens,
-    EnclosedTokens,
-    FixedTokens,
-    NamedTileTokens,
-    PlainTokens,
-    RowColumnTokens,
-    SliceTokens,
-    ThumbnailTokens,
-    TileRowTokens,
-    TileTokens,
-    WordMarkTokens,
-    gemma_image_text,
-    joined_tiles,
-)
 from mca_train.data.medium_tokens import ImageTokens, MediaContext, load_processor, require_placeholder
 from mca_train.data.message_parts import IMAGE
-from mca_train.data.patch_grids import (
-    LineTokens,
-    PaddedPatchTokens,
-    PatchTokens,
-    PooledTokens,
-    WholeLineTokens,
-)
 from mca_train.data.placeholders import VIDEO_TAG
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _KINDS: Mapping[ImageTokenKind, Callable[[MediaContext], ImageTokens]] = {
-    "patches": PatchTokens,
-    "padded_patches": PaddedPatchTokens,
-    "tiles": TileTokens,
-    "lines": LineTokens,
-    "whole_lines": WholeLineTokens,
-    "fixed": FixedTokens,
-    "pooled": PooledTokens,
-    "plain": PlainTokens,
-    "enclosed": EnclosedTokens,
-    "tile_rows": TileRowTokens,
-    "tile_breaks": BreakTileTokens,
-    "named_tiles": NamedTileTokens,
-    "joined_tiles": joined_tiles,
-    "row_column_tiles": RowColumnTokens,
-    "thumbnail_tiles": ThumbnailTokens,
-    "numbered_slices": SliceTokens,
-    "word_marks": WordMarkTokens,
-    "word_tiles": TileTokens,
+    "patches": patch_grids.PatchTokens,
+    "padded_patches": patch_grids.PaddedPatchTokens,
+    "tiles": image_tiles.TileTokens,
+    "lines": patch_grids.LineTokens,
+    "whole_lines": patch_grids.WholeLineTokens,
+    "fixed": image_tiles.FixedTokens,
+    "pooled": patch_grids.PooledTokens,
+    "plain": image_tiles.PlainTokens,
+    "enclosed": image_tiles.EnclosedTokens,
+    "tile_rows": image_tiles.TileRowTokens,
+    "tile_breaks": image_tiles.BreakTileTokens,
+    "named_tiles": image_tiles.NamedTileTokens,
+    "joined_tiles": image_tiles.joined_tiles,
+    "row_column_tiles": image_tiles.RowColumnTokens,
+    "thumbnail_tiles": image_tiles.ThumbnailTokens,
+    "numbered_slices": image_tiles.SliceTokens,
+    "word_marks": image_tiles.WordMarkTokens,
+    "word_tiles": image_tiles.TileTokens,
 }
 
 
@@ -111,4 +90,4 @@ def with_image_marks(
         return with_image_text(tokenizer, VIDEO_TAG, frame_title(1) + VIDEO_TAG)
     if kind != "fixed" or fields is None:
         return tokenizer
-    return with_image_text(tokenizer, *gemma_image_text(tokenizer, fields))
+    return with_image_text(tokenizer, *image_tiles.gemma_image_text(tokenizer, fields))

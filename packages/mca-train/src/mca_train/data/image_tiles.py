@@ -53,7 +53,7 @@ class PlainTokens(ImageTokens):
     def _computed(self, height: int, width: int) -> Grid:
         return Grid(1, self._length)
 
-    def _made(self, made: Mapping[str, Tensor]) -> list[Grid]:
+    def _output_grids(self, made: Mapping[str, Tensor]) -> list[Grid]:
         return [Grid(1, self._length) for _ in made["pixel_values"]]
 
 
@@ -106,7 +106,7 @@ class TileTokens(PlainTokens):
         tiles = self.processor.get_number_of_image_patches(height, width, self.options)
         return Grid(tiles, self._length)
 
-    def _made(self, made: Mapping[str, Tensor]) -> list[Grid]:
+    def _output_grids(self, made: Mapping[str, Tensor]) -> list[Grid]:
         return [Grid(int(tiles), self._length) for tiles in made["num_patches"]]
 
 
@@ -160,7 +160,7 @@ class TileRowTokens(PlainTokens):
         size = self.processor.size
         return self._tiles(high // size["height"], wide // size["width"])
 
-    def _made(self, made: Mapping[str, Tensor]) -> list[Grid]:
+    def _output_grids(self, made: Mapping[str, Tensor]) -> list[Grid]:
         return [self._tiles(rows, columns) for rows, columns in made["aspect_ratios"].tolist()]
 
     def _tiles(self, rows: int, columns: int) -> Grid:
@@ -212,7 +212,7 @@ class RowColumnTokens(PlainTokens):
         is_cut = max(height, width) > side
         return self._tiles(height // side * is_cut, width // side * is_cut)
 
-    def _made(self, made: Mapping[str, Tensor]) -> list[Grid]:
+    def _output_grids(self, made: Mapping[str, Tensor]) -> list[Grid]:
         (rows,), (columns,) = made["rows"], made["cols"]
         return [self._tiles(int(row), int(column)) for row, column in zip(rows, columns, strict=True)]
 
@@ -235,7 +235,7 @@ class RowColumnTokens(PlainTokens):
         )
         return self.context.spell("".join(lines) + "\n" * bool(rows) + edge + whole + tile + edge)
 
-    def _taken(self, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _tower_inputs(self, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {"pixel_values": made["pixel_values"][0][:, None]}
 
 
@@ -269,7 +269,7 @@ class WordMarkTokens(PlainTokens):
             columns, rows = closest((height, width), side, own.min_patches, most)
         return self._tiles(rows, columns)
 
-    def _made(self, made: Mapping[str, Tensor]) -> list[Grid]:
+    def _output_grids(self, made: Mapping[str, Tensor]) -> list[Grid]:
         return [self._tiles(rows, columns) for rows, columns in made["grids"].tolist()]
 
     def _tiles(self, rows: int, columns: int) -> Grid:
@@ -317,7 +317,7 @@ class ThumbnailTokens(ImageTokens):
         tokens = rows * columns * self._tile + whole * own.use_thumbnail
         return Grid(1, tokens, tile_rows=rows, tile_columns=columns)
 
-    def _made(self, made: Mapping[str, Tensor]) -> list[Grid]:
+    def _output_grids(self, made: Mapping[str, Tensor]) -> list[Grid]:
         left = (made["spatial_shapes"] // self.processor.downsample_factor).prod(1).tolist()
         found = []
         for rows, columns in zip(made["image_rows"], made["image_cols"], strict=True):
@@ -342,7 +342,7 @@ class ThumbnailTokens(ImageTokens):
         places = product(range(1, rows + 1), range(1, columns + 1))
         return self.context.ids(*(f"<|img_row_{row}_col_{column}|>" for row, column in places))
 
-    def _taken(self, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _tower_inputs(self, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
         most = int(made["pixel_attention_mask"].sum(1).max())
         kept = {name: made[name][:, :most] for name in self.taken[:2]}
         return {**kept, self.taken[2]: made[self.taken[2]]}
@@ -391,7 +391,7 @@ class SliceTokens(ImageTokens):
         patch = self.processor.patch_size
         return self.context.tokens_of_size(height // patch, width // patch)
 
-    def _made(self, made: Mapping[str, Tensor]) -> list[Grid]:
+    def _output_grids(self, made: Mapping[str, Tensor]) -> list[Grid]:
         left = [self.context.tokens_of_size(high, wide) for high, wide in made["target_sizes"].tolist()]
         found = []
         for (rows, columns), number in zip(made["grids"], made["num_patches_per_image"], strict=True):
@@ -421,7 +421,7 @@ class SliceTokens(ImageTokens):
             return frames
         return [marks["image_id_start_token"], *spell(str(grid.number)), marks["image_id_end_token"], *frames]
 
-    def _taken(self, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _tower_inputs(self, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {"pixel_values": split_patches(made["pixel_values"]), "target_sizes": made["target_sizes"]}
 
 
@@ -446,7 +446,7 @@ class JoinedTileTokens(ImageTokens):
     def _computed(self, height: int, width: int) -> Grid:
         return Grid(1, self.context.tokens_of_size(height, width))
 
-    def _made(self, made: Mapping[str, Tensor]) -> list[Grid]:
+    def _output_grids(self, made: Mapping[str, Tensor]) -> list[Grid]:
         return [self._computed(height, width) for height, width in made["image_sizes"].tolist()]
 
 
@@ -477,7 +477,9 @@ class LoneTileTokens(JoinedTileTokens):
     def _one(self, file: "ImageFile", grid: Grid) -> dict[str, Tensor]:
         copies = 1 if grid.tile_rows else 2  # the processor does not cut an image next to another
         made = dict(self.processor(images=[[file.pixels()] * copies], return_tensors="pt").data)
-        require_unchanged(f"image {file.place}", grid, self._made(made)[0] if copies == 1 else self._together)
+        require_unchanged(
+            f"image {file.place}", grid, self._output_grids(made)[0] if copies == 1 else self._together
+        )
         kept = {name: made[name][:1] for name in JoinedTileTokens.taken}
         return {**kept, self.taken[-1]: torch.tensor([copies])}
 

@@ -223,7 +223,7 @@ class ImageTokens(MediumTokens, ABC):
     def _computed(self, height: int, width: int) -> Grid: ...
 
     @abstractmethod
-    def _made(self, made: Mapping[str, Tensor]) -> list[Grid]:
+    def _output_grids(self, made: Mapping[str, Tensor]) -> list[Grid]:
         """Return the grids of images from the processor's outputs."""
 
     def in_sequence(self, grids: Sequence[Grid]) -> list[Grid]:
@@ -254,11 +254,11 @@ class ImageTokens(MediumTokens, ABC):
         """
         pixels = [file.pixels() for file in files]
         made = dict(self.processor(images=pixels, return_tensors="pt", **self.options).data)
-        for file, grid, now in zip(files, grids, self._made(made), strict=True):
+        for file, grid, now in zip(files, grids, self._output_grids(made), strict=True):
             require_unchanged(f"image {file.place}", grid, now)
-        return self._taken(made)
+        return self._tower_inputs(made)
 
-    def _taken(self, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _tower_inputs(self, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the inputs of the vision tower from the processor's outputs."""
         return {name: made[name] for name in self.taken}
 

@@ -26,7 +26,7 @@ class _MergedPatches(ImageTokens):
 
     taken = ("pixel_values", "image_grid_thw")
 
-    def _made(self, made: Mapping[str, Tensor]) -> list[Grid]:
+    def _output_grids(self, made: Mapping[str, Tensor]) -> list[Grid]:
         merge = self.processor.merge_size
         return [Grid(rows // merge, columns // merge) for _, rows, columns in made["image_grid_thw"].tolist()]
 
@@ -150,7 +150,7 @@ class WholeLineTokens(ImageTokens):
             raise unusable(height, width, "it is too narrow; remove the row or crop the image")
         return sides
 
-    def _made(self, made: Mapping[str, Tensor]) -> list[Grid]:
+    def _output_grids(self, made: Mapping[str, Tensor]) -> list[Grid]:
         return [
             Grid(int(high) // self._side, int(wide) // self._side)
             for high, wide in made["image_sizes"].tolist()
@@ -193,12 +193,12 @@ class PooledTokens(ImageTokens):
         except ValueError as error:
             raise unusable(height, width, error) from error
 
-    def _made(self, made: Mapping[str, Tensor]) -> list[Grid]:
+    def _output_grids(self, made: Mapping[str, Tensor]) -> list[Grid]:
         return grids_of_positions(
             made[POSITIONS], [int(count) for count in made["num_soft_tokens_per_image"]]
         )
 
-    def _taken(self, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _tower_inputs(self, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return without_padding(made[PATCHES], made[POSITIONS])
 
 

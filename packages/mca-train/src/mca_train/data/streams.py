@@ -9,6 +9,7 @@ text is short enough that its answer must fit.
 import logging
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
 from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -100,6 +101,12 @@ class FileRows:
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the shuffle."""
         self._epoch = epoch
+
+    def in_file_order(self) -> "FileRows":
+        """Return the same rows, not shuffled."""
+        rows = copy(self)
+        rows._seed = None
+        return rows
 
     def __iter__(self) -> Iterator[Row]:
         order = np.arange(len(self._parts))
@@ -210,6 +217,15 @@ class RowsWithTargets:
         """Set the epoch of the shuffle."""
         self._rows.set_epoch(epoch)
 
+    def require_target(self) -> None:
+        """Read rows in the order of the files until one has a target.
+
+        Raises:
+            McaError: There is none, or a row before it is invalid.
+        """
+        rows = RowsWithTargets(self._rows.in_file_order(), self._make, self._is_sure, self._warning)
+        next(iter(rows), None)
+
     def __iter__(self) -> Iterator[Row]:
         kept = total = 0
         for row in self._rows:
@@ -218,7 +234,10 @@ class RowsWithTargets:
                 kept += 1
                 yield row
         if total and not kept:
-            raise McaError(f"{self._warning}: all {counted(total, 'row')}")
+            raise McaError(
+                f"{self._warning}: all {counted(total, 'row')}; raise seq_length, or look at the rows with mca-train "
+                "data"
+            )
         if kept < total and not self._has_warned:
             logger.warning(
                 "%s and are left out: %d of %s", self._warning, total - kept, counted(total, "row")
@@ -260,6 +279,8 @@ class AnswerStream(RowStream):
         is_sure: Function that returns True if a row has a target for sure, without tokenizing it.
         sides: Prefixes of the sequences of a sample; empty: a sample is one sequence.
     """
+
+    rows: RowsWithTargets
 
     def __init__(
         self,

@@ -168,30 +168,32 @@ class VideoTokens(MediumTokens):
         per_second = self._tokens_per_second or 1.0
         return [replace(span, per_second=per_second, past_time=True, exact=self._rules.exact)]
 
-    def _processed(self, video: Video, grid: Grid) -> Mapping[str, Tensor]:
-        """Return the processor's inputs of the sampled frames of ``video``, whose placeholders ``grid`` counted."""
-        facts = video.facts()
-        require_unchanged(f"video {video.place}", grid, self.grid(facts))
-        inputs: Mapping[str, Tensor] = self.processor(
+    def tensors(self, video: Video, grid: Grid) -> dict[str, Tensor]:
+        """Return the inputs of the vision tower for ``video``, whose placeholders are ``grid``.
+
+        Raises:
+            McaError: The video cannot be read, or has changed since its placeholders were counted.
+        """
+        facts, place = video.facts(), f"video {video.place}"
+        require_unchanged(place, grid, self.grid(facts))
+        made: Mapping[str, Tensor] = self.processor(
             videos=[video.frames(self._sampled(facts))],
             do_sample_frames=False,
             input_data_format="channels_last",
             return_tensors="pt",
         )
-        return inputs
+        require_unchanged(place, grid, self._output_grid(made, grid))
+        return self._tower_inputs(made)
 
-    def tensors(self, video: Video, grid: Grid) -> dict[str, Tensor]:
-        """Return the inputs of the vision tower for ``video``: its frames, each a grid of one frame.
-
-        Raises:
-            McaError: The video cannot be read, or has changed since its placeholders were counted.
-        """
-        made = self._processed(video, grid)
+    def _output_grid(self, made: Mapping[str, Tensor], grid: Grid) -> Grid:
+        """Return the grid of a video from the processor's outputs, with what only ``grid`` knows."""
         ((frames, high, wide),) = made["video_grid_thw"].tolist()
         merge = self.processor.merge_size
-        require_unchanged(
-            f"video {video.place}", grid, Grid(high // merge, wide // merge, frames, grid.interval)
-        )
+        return Grid(high // merge, wide // merge, frames, grid.interval)
+
+    def _tower_inputs(self, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the inputs of the vision tower from the processor's outputs: each frame is a grid of one frame."""
+        ((frames, high, wide),) = made["video_grid_thw"].tolist()
         return {
             "pixel_values": made["pixel_values_videos"],
             "image_grid_thw": torch.tensor([[1, high, wide]] * frames),
@@ -291,17 +293,13 @@ class PooledVideoTokens(_UnmergedFrames, TimedVideoTokens):
     def _title(self, number: int, seconds: float) -> str:
         return f"{' ' if number else ''}{int(seconds // 60):02d}:{int(seconds % 60):02d} "
 
-    def tensors(self, video: Video, grid: Grid) -> dict[str, Tensor]:
-        """Return the inputs of the vision tower for ``video``: its frames, each an image.
-
-        Raises:
-            McaError: The video cannot be read, or has changed since its placeholders were counted.
-        """
-        made = self._processed(video, grid)
+    def _output_grid(self, made: Mapping[str, Tensor], grid: Grid) -> Grid:
         positions = made["video_position_ids"]
         (first, *_) = grids_of_positions(positions[:1], [int(made["num_soft_tokens_per_video"][0])])
-        require_unchanged(f"video {video.place}", grid, replace(first, frames=len(positions)))
-        return without_padding(made["pixel_values_videos"], positions)
+        return replace(first, frames=len(positions))
+
+    def _tower_inputs(self, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return without_padding(made["pixel_values_videos"], made["video_position_ids"])
 
 
 class _EvenFrames(_UnmergedFrames):
@@ -318,6 +316,9 @@ class _EvenFrames(_UnmergedFrames):
         most = self._arguments.video_max_frames or facts.frames
         count = max(min(count, most, facts.frames), 1)
         return tuple(map(int, self.processor.sample_frames(metadata=_metadata(facts), num_frames=count)))
+
+    def _output_grid(self, made: Mapping[str, Tensor], grid: Grid) -> Grid:
+        return grid
 
 
 class NumberedFrameTokens(_EvenFrames, FrameImageTokens):
@@ -342,13 +343,7 @@ class NumberedFrameTokens(_EvenFrames, FrameImageTokens):
             found += [self._first, *[self.token] * grid.columns, self._last]
         return found
 
-    def tensors(self, video: Video, grid: Grid) -> dict[str, Tensor]:
-        """Return the inputs of the vision tower for ``video``: its frames, each an image.
-
-        Raises:
-            McaError: The video cannot be read, or has changed since its placeholders were counted.
-        """
-        made = self._processed(video, grid)
+    def _tower_inputs(self, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {"pixel_values": made["pixel_values_videos"][0]}
 
 
@@ -364,13 +359,8 @@ class PooledFrameTokens(_EvenFrames):
         """Return the grid of a video, as one frame with all its tokens."""
         return Grid(1, super().grid(facts).tokens + 1, 1)
 
-    def tensors(self, video: Video, grid: Grid) -> dict[str, Tensor]:
-        """Return the inputs of the vision tower for ``video``: its frames, as those of a tiled image.
-
-        Raises:
-            McaError: The video cannot be read, or has changed since its placeholders were counted.
-        """
-        frames = self._processed(video, grid)["pixel_values_videos"]
+    def _tower_inputs(self, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        frames = made["pixel_values_videos"]
         return {
             "pixel_values": frames,
             "image_sizes": torch.tensor([frames.shape[-2:]]),
@@ -439,18 +429,15 @@ class SliceVideoTokens(_UnmergedFrames):
         """Return one location for each frame and each slice."""
         return locate_runs(where)
 
-    def tensors(self, video: Video, grid: Grid) -> dict[str, Tensor]:
-        """Return the inputs of the vision tower for ``video``: its frames, each an image with slices.
-
-        Raises:
-            McaError: The video cannot be read, or has changed since its placeholders were counted.
-        """
-        made = self._processed(video, grid)
+    def _output_grid(self, made: Mapping[str, Tensor], grid: Grid) -> Grid:
         sizes, layouts = made["target_sizes_videos"], made["grids_videos"].tolist()
         of_frame = sizes[: len(sizes) // len(layouts)].tolist()  # the whole, and its slices
         (rows, columns), *_ = layouts
         found = self._slices.sliced(rows, columns, [self.context.tokens_of_size(*size) for size in of_frame])
-        require_unchanged(f"video {video.place}", grid, replace(found, frames=len(layouts)))
+        return replace(found, frames=len(layouts))
+
+    def _tower_inputs(self, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        sizes = made["target_sizes_videos"]
         return {"pixel_values": split_patches(made["pixel_values_videos"]), "target_sizes": sizes}
 
 

@@ -78,6 +78,12 @@ def kto_step_problems(samples: int) -> Iterator[str]:
         )
 
 
+def kto_dataset_problems(samples: int) -> Iterator[str]:
+    """Yield an error if a dataset has too few samples."""
+    if samples < 2:
+        yield "kto needs the answers of other samples, but a dataset has only one; add more samples"
+
+
 def score_key_problems(training: "TrainingArguments") -> Iterator[str]:
     """Yield an error for each argument that does not apply to sequence classification."""
     if training.label_smoothing_factor:

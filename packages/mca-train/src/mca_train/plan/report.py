@@ -23,11 +23,12 @@ def render(plan: Plan, settings: Settings, model: McaModelConfig, device: Device
     training, media = settings.training, plan.media or PlannedMedia()
     named_media = (("images", media.images), ("videos", media.videos), ("audio", media.clips))
     suffix = " (LoRA)" if settings.lora.is_enabled else ""
+    unit = "pack" if training.sequence_packing else "sample"
     lines = [
         f"model        {model.model_type}, {plan.total_parameters:,} parameters, {counted(model.num_layers, 'layer')}"
         + ("" if plan.trained_parameters is None else f"; {plan.trained_parameters:,} trained{suffix}"),
         f"ranks        {plan.world_size} = {plan.layout}, data parallel {plan.data_parallel_size}",
-        f"global batch {counted(plan.global_batch, 'sample')}, {plan.tokens_per_step:,} tokens = micro-batch "
+        f"global batch {counted(plan.global_batch, unit)}, {plan.tokens_per_step:,} tokens = micro-batch "
         f"{training.per_device_train_batch_size} x accumulated {training.gradient_accumulation_steps} x data "
         f"parallel {plan.data_parallel_size}",
         f"bubble       {plan.bubble:.1%} of a step",

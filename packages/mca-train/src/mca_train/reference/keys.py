@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from itertools import groupby
 
 from mca_config.fields import TypeHint, alternatives, hint_origin, is_enum
-from mca_config.printable import INDENT, first_line, suggestion, terminal_width
+from mca_config.printable import INDENT, first_line, fit_choices, suggestion, terminal_width
 from mca_config.reference import Tables, cell, update_files
 from mca_config.types import Typed
 from mca_train.config.arguments import DataArguments, LaunchArguments, LoraArguments
@@ -160,7 +160,8 @@ def task_help(task: Task) -> str:
 
 def _key_help(key: Key) -> Iterator[str]:
     default = "" if key.default in (None, "", [], {}) else f" (default: {format_default(key.default)})"
-    yield f"  --{key.name} {value_placeholder(key.hint)}"
+    flag = f"  --{key.name} "
+    yield flag + fit_choices(value_placeholder(key.hint), len(flag))
     indent = " " * INDENT
     text = first_line(key.help, default)
     yield from textwrap.wrap(text, terminal_width(), initial_indent=indent, subsequent_indent=indent)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mca_config.checks import position_problem
-from mca_config.errors import UsageError, raising_usage_errors
+from mca_config.errors import UsageError, raise_problems, raising_usage_errors
 from mca_config.files import read_json
 from mca_config.model_config import McaModelConfig
 from mca_config.printable import counted
@@ -18,7 +18,9 @@ from mca_config.redaction import redacted
 from mca_train.checkpoint.output_lock import OutputLock
 from mca_train.config.run_config import Settings
 from mca_train.data.image_rows import ImageReader
+from mca_train.data.streams import AnswerStream
 from mca_train.run.file_rules import growth_problem, require_start
+from mca_train.run.logs import without_model_type_warning
 from mca_train.run.rules import Run
 from mca_train.tasks.load import load_mixture, load_stream, load_tokenized
 
@@ -67,6 +69,9 @@ def read_inputs(run: Run, lock: OutputLock) -> Inputs:
     evaluation = None
     if data.eval_file:
         evaluation = load_tokenized(run.task, data.eval_file, tokenizer, data, evaluation=True, images=images)
+    sources = "datasets" if data.datasets else "train_file"
+    for key, samples in ((sources, train), ("eval_file", evaluation)):
+        raise_problems([] if samples is None else run.task.problems_in_dataset(samples), key)
     return Inputs(run, tokenizer, train, evaluation, lock)
 
 
@@ -87,6 +92,8 @@ def _training_data(
         in_order = str(args.train_sampling_strategy) == "sequential"
         order = None if in_order else seed
         rows = load_stream(run.task, data.train_file, tokenizer, data, seed=order, images=images)
+        if isinstance(rows, AnswerStream):
+            rows.rows.require_target()
         return rows, data.seq_length
     if data.datasets:
         seed = args.seed if args.data_seed is None else args.data_seed
@@ -108,7 +115,8 @@ def load_tokenizer(settings: Settings) -> "PreTrainedTokenizerBase":
 
     path = settings.data.tokenizer_name_or_path or settings.data.model_name_or_path
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        with without_model_type_warning():
+            tokenizer = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
         reason = redacted(" ".join(str(error).split()))[:200]
         raise UsageError(f"no tokenizer in {path} (set tokenizer_name_or_path): {reason}") from error

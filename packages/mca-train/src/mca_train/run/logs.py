@@ -33,6 +33,24 @@ def quiet_libraries(*, first: bool) -> None:
 
 
 @contextmanager
+def without_model_type_warning() -> Iterator[None]:
+    """Suppress the warning of transformers, while it loads a tokenizer, about a model type that it does not have.
+
+    It says that the type is not supported, but only mca loads the model, and checks the type itself.
+    """
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("You are using a model of type")
+
+    log = logging.getLogger("transformers.configuration_utils")
+    log.addFilter(is_other)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_other)
+
+
+@contextmanager
 def silent_arguments() -> Iterator[None]:
     """Suppress repeated log lines of `mca_config` about the same arguments."""
     log = logging.getLogger("mca_config")

@@ -6,17 +6,20 @@ from typing import TYPE_CHECKING, cast
 
 from mca_config.errors import McaError
 from mca_train.config.arguments import ClassifyArguments, DataArguments, option
-from mca_train.losses.options import kto_key_problems, kto_step_problems
+from mca_train.losses.options import kto_dataset_problems, kto_key_problems, kto_step_problems
 from mca_train.tasks.sft import Sft
 from mca_train.tasks.task import Example, ReferenceArguments, adapter_reference_problems
 
 if TYPE_CHECKING:
+    from collections.abc import Sized
+
     from megatron.core.transformer import TransformerConfig
 
     from mca_config.types import Values
     from mca_models import VirtualModels
     from mca_train.config.run_config import Settings
     from mca_train.data.encoding import RowNumbers
+    from mca_train.data.token_dataset import Samples
     from mca_train.losses.preference import KtoLoss
     from mca_train.losses.preference_options import KtoOptions
     from mca_train.trainer.base import TrainerOptions
@@ -107,6 +110,10 @@ class Kto(Sft):
     def problems_in_steps(self, samples: int) -> Iterator[str]:
         """Yield an error if a step has no other samples for the KL estimate."""
         return kto_step_problems(samples)
+
+    def problems_in_dataset(self, samples: "Samples") -> Iterator[str]:
+        """Yield an error if a dataset has no other samples for the KL estimate."""
+        return kto_dataset_problems(len(cast("Sized", samples)))  # streams have been rejected
 
     def extra_forward_passes(self, settings: "Settings") -> int:
         """Return 3: the reference on the answers, both models on the mismatched answers."""

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from mca_train.data.image_rows import ImageRows, RowContext
     from mca_train.data.samples import AnswerRows
     from mca_train.data.streams import FileRows, Row
-    from mca_train.data.token_dataset import PairDataset, Sample, TokenDataset
+    from mca_train.data.token_dataset import PairDataset, Sample, Samples, TokenDataset
     from mca_train.trainer.base import TrainerOptions
     from mca_train.trainer.trainer import McaTrainer
 
@@ -168,6 +168,10 @@ class Task(ABC):
 
     def problems_in_steps(self, samples: int) -> Iterator[str]:
         """Yield an error for steps of ``samples`` samples that this kind does not support."""
+        yield from ()
+
+    def problems_in_dataset(self, samples: "Samples") -> Iterator[str]:
+        """Yield an error for training or evaluation samples that this kind does not support."""
         yield from ()
 
     def head(self, settings: "Settings") -> "Head | None":

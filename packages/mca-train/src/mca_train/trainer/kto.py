@@ -5,6 +5,7 @@ The loss is in `losses.preference`. Its KL estimate is computed before each step
 
 import logging
 from collections import deque
+from itertools import chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Unpack
 
@@ -17,7 +18,7 @@ from mca_train.batching.kto_kl_pairs import KtoKlPairs
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.batching.sampling import is_stream
 from mca_train.data.token_dataset import Samples
-from mca_train.losses.options import kto_step_problems
+from mca_train.losses.options import kto_dataset_problems, kto_step_problems
 from mca_train.losses.preference import KtoLoss, counted_sequences, divergence, sequence_logps
 from mca_train.losses.token_loss import sequence_loss
 from mca_train.trainer.base import TrainerOptions
@@ -78,12 +79,8 @@ class KtoTrainer(McaTrainer):
         if is_stream(dataset):
             raise McaError("kto needs samples in memory, not a stream; set streaming to false")
         group = self.get_total_train_batch_size(self.args)
-        for problem in kto_step_problems(group):
+        for problem in chain(kto_step_problems(group), kto_dataset_problems(len(dataset))):
             raise McaError(problem)
-        if len(dataset) < 2:
-            raise McaError(
-                "kto needs the answers of other samples, but a dataset has only one; add more samples"
-            )
         return KtoKlPairs(dataset, group, length)
 
     def before_forward(self, batch: StepBatch) -> None:

@@ -23,7 +23,7 @@ from mca_config.types import JsonObject
 from mca_models.media import tile_order
 from mca_models.megatron.types import HfModel, Upstream
 from mca_models.templates import get_family
-from mca_models.templates.parts.vision_tower import AudioTower
+from mca_models.templates.parts.vision_tower import AudioTower, VisionModel
 
 
 @dataclass(frozen=True)
@@ -145,80 +145,61 @@ def assign_images(loads: Sequence[int], ranks: int) -> list[int]:
 def split_images(images: JsonObject, config: McaModelConfig) -> list[MediaItem]:
     """Split the arguments of the vision tower by image, tile or frame."""
     pixels: Tensor = images["pixel_values"]
-    vision = config.vision_fields or {}
-    side = vision["vision_config"].get("spatial_merge_size", 2)
-    merged = prod(vision["vision_config"].get("merge_kernel_size") or (side, side))
-    if (grids := images.get("image_grid_thw")) is not None:
-        loads = [time * high * wide for time, high, wide in grids.tolist()]
-        parts = zip(pixels.split(loads), grids.split(1), loads, strict=True)
-        return [
-            MediaItem({"pixel_values": part, "image_grid_thw": grid}, load, load // merged)
-            for part, grid, load in parts
-        ]
+    vision = (config.vision_fields or {})["vision_config"]
     family = get_family(config.model_type).vision
     assert family is not None, "a model with images has a vision model"
-    if (patches := images.get("target_sizes")) is not None:
-        return _split_patches(images, patches, config)
-    if (sizes := images.get("image_sizes", images.get("spatial_shapes"))) is not None:
-        return _split_sized(images, sizes, config)
-    if (tiled := images.get("grids")) is not None:
-        return _split_marked(images, tiled, config)
-    if (positions := images.get("image_position_ids")) is not None:
-        sizes = vision["vision_config"]
-        token = 3 * (sizes.get("patch_size", 16) * sizes.get("pooling_kernel_size", 3)) ** 2
-        patches = (positions >= 0).all(-1).sum(-1)
-        rows = (patches * pixels.shape[-1] // token).tolist()
-        return [
-            MediaItem({"pixel_values": part, "image_position_ids": position}, pixels.shape[1], count)
-            for part, position, count in zip(pixels.split(1), positions.split(1), rows, strict=True)
-        ]
-    assert family.tokens_per_image is not None, "images have grids, sizes or a fixed number"
-    count = family.tokens_per_image(config)
-    return [MediaItem({"pixel_values": part}, 1, count) for part in pixels.split(1)]
-
-
-def _split_patches(images: JsonObject, sizes: Tensor, config: McaModelConfig) -> list[MediaItem]:
-    family = get_family(config.model_type).vision
-    assert family is not None and family.tokens_of_size is not None, "the size of an image gives its features"
-    loads = sizes.prod(1).tolist()
-    parts = zip(images["pixel_values"].split(loads), sizes.split(1), loads, strict=True)
-    return [
-        MediaItem(
-            {"pixel_values": part, "target_sizes": size},
-            load,
-            family.tokens_of_size(config, *size[0].tolist()),
+    if (grids := images.get("image_grid_thw")) is not None:
+        side = vision.get("spatial_merge_size", 2)
+        merged, loads = prod(vision.get("merge_kernel_size") or (side, side)), grids.prod(1).tolist()
+        kept = {"pixel_values": pixels, "image_grid_thw": grids}
+        return _split(kept, loads, [load // merged for load in loads], loads)
+    if (sizes := images.get("target_sizes")) is not None:
+        assert family.tokens_of_size is not None, "the size of an image gives its features"
+        loads, counts = (
+            sizes.prod(1).tolist(),
+            [family.tokens_of_size(config, *size) for size in sizes.tolist()],
         )
-        for part, size, load in parts
-    ]
+        return _split({"pixel_values": pixels, "target_sizes": sizes}, loads, counts, loads)
+    if (sizes := images.get("image_sizes", images.get("spatial_shapes"))) is not None:
+        together = images["batch_num_images"].tolist() if "batch_num_images" in images else [1] * len(sizes)
+        counts = [
+            _count_features(size, count, family, config)
+            for size, count in zip(sizes.tolist(), together, strict=True)
+        ]
+        return _split(images, counts, counts)
+    if (positions := images.get("image_position_ids")) is not None:
+        token = 3 * (vision.get("patch_size", 16) * vision.get("pooling_kernel_size", 3)) ** 2
+        counts = ((positions >= 0).all(-1).sum(-1) * pixels.shape[-1] // token).tolist()
+        kept = {"pixel_values": pixels, "image_position_ids": positions}
+        return _split(kept, [pixels.shape[1]] * len(pixels), counts)
+    assert family.tokens_per_image is not None, "images have grids, sizes or a fixed number"
+    length = family.tokens_per_image(config)
+    if (tiled := images.get("grids")) is not None:
+        orders = [tile_order(rows, columns) for rows, columns in tiled.tolist()]
+        tiles = [order.count(None) for order in orders]
+        counts = [len(order) + count * (length - 1) for order, count in zip(orders, tiles, strict=True)]
+        return _split({"pixel_values": pixels, "grids": tiled}, tiles, counts, tiles)
+    return _split({"pixel_values": pixels}, [1] * len(pixels), [length] * len(pixels))
 
 
-def _split_sized(images: JsonObject, sizes: Tensor, config: McaModelConfig) -> list[MediaItem]:
-    family = get_family(config.model_type).vision
-    assert family is not None and family.tokens_of_size is not None, "the size of an image gives its features"
-    found = []
-    for number, (high, wide) in enumerate(sizes.tolist()):
-        own = {name: each[number : number + 1] for name, each in images.items()}
-        company = int(own["batch_num_images"]) if "batch_num_images" in own else 1
-        if company < 1 and family.tokens_per_frame is not None:
-            count = 1 - company * family.tokens_per_frame(config)
-        elif company > 1 and family.tokens_together is not None:
-            count = family.tokens_together(config)
-        else:
-            count = family.tokens_of_size(config, high, wide)
-        found.append(MediaItem(own, count, count))
-    return found
+def _count_features(size: tuple[int, int], images: int, family: VisionModel, config: McaModelConfig) -> int:
+    """Return the features of an image of ``size``; for ``images`` see `_run_alone_and_together`."""
+    if images < 1 and family.tokens_per_frame is not None:
+        return 1 - images * family.tokens_per_frame(config)
+    if images > 1 and family.tokens_together is not None:
+        return family.tokens_together(config)
+    assert family.tokens_of_size is not None, "the size of an image gives its features"
+    return family.tokens_of_size(config, *size)
 
 
-def _split_marked(images: JsonObject, grids: Tensor, config: McaModelConfig) -> list[MediaItem]:
-    family = get_family(config.model_type).vision
-    assert family is not None and family.tokens_per_image is not None, "tiles have a fixed number of features"
-    orders = [tile_order(rows, columns) for rows, columns in grids.tolist()]
-    tiles = [order.count(None) for order in orders]
-    per_tile = family.tokens_per_image(config)
-    parts = zip(images["pixel_values"].split(tiles), grids.split(1), orders, tiles, strict=True)
+def _split(
+    arguments: JsonObject, loads: Sequence[int], rows: Sequence[int], lengths: Sequence[int] | int = 1
+) -> list[MediaItem]:
+    """Return an item for each row of ``arguments``; ``lengths``: rows of ``pixel_values`` of each."""
+    parts = [each.split(lengths if name == "pixel_values" else 1) for name, each in arguments.items()]
     return [
-        MediaItem({"pixel_values": part, "grids": grid}, count, len(order) + count * (per_tile - 1))
-        for part, grid, order, count in parts
+        MediaItem(dict(zip(arguments, own, strict=True)), load, count)
+        for *own, load, count in zip(*parts, loads, rows, strict=True)
     ]
 
 
@@ -228,14 +209,8 @@ def split_clips(clips: JsonObject, config: McaModelConfig) -> list[MediaItem]:
     assert family is not None and family.audio is not None, "a model with audio has an audio tower"
     audio, features = family.audio, clips["input_features"]
     frames = [features.shape[-1]] * len(features) if audio.mask is None else clips[audio.mask].sum(1).tolist()
-    return [
-        MediaItem(
-            {name: each[number : number + 1] for name, each in clips.items()},
-            features.shape[-1],
-            audio.tokens(config, int(count)),
-        )
-        for number, count in enumerate(frames)
-    ]
+    counts = [audio.tokens(config, int(count)) for count in frames]
+    return _split(clips, [features.shape[-1]] * len(counts), counts)
 
 
 def _concatenate(arguments: Sequence[JsonObject]) -> JsonObject:

@@ -276,25 +276,22 @@ def _videos(inputs: JsonObject, config: McaModelConfig) -> Iterator[_Item]:
         raise McaError(f"videos of {config.model_type} are not supported; pass images or text")
     if "video_grid_thw" in inputs:
         yield from _grid_videos(pixels, inputs, config)
-    elif "video_position_ids" in inputs:
-        frames = {
-            "pixel_values": pixels.flatten(0, -3),
-            "image_position_ids": inputs["video_position_ids"].flatten(0, -3),
-        }
-        yield from (_Item(frame.arguments, frame.rows) for frame in split_images(frames, config))
+        return
+    if "video_position_ids" in inputs:
+        positions = inputs["video_position_ids"].flatten(0, -3)
+        frames = {"pixel_values": pixels.flatten(0, -3), "image_position_ids": positions}
     elif "target_sizes_videos" in inputs:
         frames = {"pixel_values": split_patches(pixels), "target_sizes": inputs["target_sizes_videos"]}
-        yield from (_Item(frame.arguments, frame.rows) for frame in split_images(frames, config))
     elif family.video_tokens == "pooled":
-        for video in pixels.split(1):
-            one = {
-                "pixel_values": video,
-                "image_sizes": torch.tensor([video.shape[-2:]]),
-                "batch_num_images": torch.tensor([-video.shape[1]]),
-            }
-            yield from (_Item(each.arguments, each.rows) for each in split_images(one, config))
+        count, num_frames, *_, height, width = pixels.shape
+        frames = {
+            "pixel_values": pixels,
+            "image_sizes": torch.tensor([[height, width]] * count),
+            "batch_num_images": torch.tensor([-num_frames] * count),
+        }
     else:
         raise McaError("pixel_values_videos without video_grid_thw or video_position_ids; pass both")
+    yield from (_Item(each.arguments, each.rows) for each in split_images(frames, config))
 
 
 def _grid_videos(pixels: Tensor, inputs: JsonObject, config: McaModelConfig) -> Iterator[_Item]:

@@ -29,15 +29,8 @@ CLIP_SPELLINGS = (
 """Names of files with such a tower: those of transformers 4 have ``vision_model.`` in them."""
 
 
-def encoder_layers(vision: VisionValues, layers: int, width: int = 768) -> Shapes:
-    """Return the encoder layers, which both towers share.
-
-    Args:
-        vision: Configuration of the tower.
-        layers: Default of their number.
-        width: Default of the hidden size.
-    """
-    width, inner = vision.size("hidden_size", width), vision.size("intermediate_size", 3072)
+def encoder_layer(width: int, inner: int) -> Shapes:
+    """Return the tensors of an encoder layer, which both towers share."""
     layer = {
         **norm("layer_norm1", width),
         **norm("layer_norm2", width),
@@ -46,7 +39,14 @@ def encoder_layers(vision: VisionValues, layers: int, width: int = 768) -> Shape
     }
     for x in ("q", "k", "v", "out"):
         layer |= linear(f"self_attn.{x}_proj", width, width)
-    return repeat_shapes("encoder.layers", vision.layers("num_hidden_layers", layers), layer)
+    return layer
+
+
+def _encoder(vision: VisionValues, width: int) -> Shapes:
+    """Return the encoder layers and the norm behind them."""
+    layer = encoder_layer(width, vision.size("intermediate_size", 3072))
+    layers = repeat_shapes("encoder.layers", vision.layers("num_hidden_layers", 12), layer)
+    return {**layers, **norm("post_layernorm", width)}
 
 
 def clip_tower(vision: VisionValues) -> Shapes:
@@ -58,38 +58,39 @@ def clip_tower(vision: VisionValues) -> Shapes:
         "embeddings.patch_embedding.weight": (width, vision.size("num_channels", 3), size, size),
         "embeddings.position_embedding.weight": (patches + 1, width),
         **norm("pre_layrnorm", width),
-        **encoder_layers(vision, 12),
-        **norm("post_layernorm", width),
+        **_encoder(vision, width),
     }
 
 
-def siglip_tower(vision: VisionValues, *, head: bool = True) -> Shapes:
-    """Return the tensors of ``siglip_vision_model``; ``head``: it has a pooling head, unless its file denies it."""
-    width, size = vision.size("hidden_size", 768), vision.size("patch_size", 16)
+def siglip_tower(
+    vision: VisionValues, *, head: bool = True, default_width: int = 768, default_patch: int = 16
+) -> Shapes:
+    """Return the tensors of ``siglip_vision_model``.
+
+    Args:
+        vision: Configuration of the tower.
+        head: It has a pooling head, unless its file denies it.
+        default_width: Hidden size if the file does not say.
+        default_patch: Side of a patch if the file does not say.
+    """
+    width, size = vision.size("hidden_size", default_width), vision.size("patch_size", default_patch)
     return {
         "embeddings.patch_embedding.weight": (width, vision.size("num_channels", 3), size, size),
         "embeddings.patch_embedding.bias": (width,),
         "embeddings.position_embedding.weight": ((vision.size("image_size", 224) // size) ** 2, width),
-        **encoder_layers(vision, 12),
-        **norm("post_layernorm", width),
-        **(
-            pooling_head(width, vision.size("intermediate_size", 3072))
-            if head and vision.flag("vision_use_head", True)
-            else {}
-        ),
+        **_encoder(vision, width),
+        **(_pooling_head(vision, width) if head else {}),
     }
 
 
 def siglip2_tower(vision: VisionValues) -> Shapes:
     """Return the tensors of ``siglip2_vision_model``, which takes patches of images of any proportions."""
     width, values = vision.size("hidden_size", 768), vision.size("patch_size", 16) ** 2
-    head = pooling_head(width, vision.size("intermediate_size", 3072))
     return {
         **linear("embeddings.patch_embedding", width, vision.size("num_channels", 3) * values),
         "embeddings.position_embedding.weight": (vision.size("num_patches", 256), width),
-        **encoder_layers(vision, 12),
-        **norm("post_layernorm", width),
-        **(head if vision.flag("vision_use_head", True) else {}),
+        **_encoder(vision, width),
+        **_pooling_head(vision, width),
     }
 
 
@@ -114,8 +115,11 @@ def shuffled_tokens(config: McaModelConfig) -> int:
     return int(side // about.size("downsample_factor", 2)) ** 2
 
 
-def pooling_head(width: int, inner: int) -> Shapes:
-    """Return the head that pools a picture into one vector; published files have none."""
+def _pooling_head(vision: VisionValues, width: int) -> Shapes:
+    """Return the head that pools a picture into one vector, unless the file denies it; published files have none."""
+    if not vision.flag("vision_use_head", True):
+        return {}
+    inner = vision.size("intermediate_size", 3072)
     return {
         "head.probe": (1, 1, width),
         "head.attention.in_proj_weight": (3 * width, width),

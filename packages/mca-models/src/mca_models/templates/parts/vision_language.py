@@ -29,7 +29,7 @@ def vision_language_family(
         architecture: The HF class.
         texts: The families of its text part, by HF's ``model_type`` of that part.
         vision: Its vision model.
-        inside: How its ``config.json`` holds that of the text part; the ``model_type`` is filled in.
+        inside: How its ``config.json`` holds that of the text part.
         assumed: A text part without a type is of the first family, as it is where there is but one.
     """
     tables = {

@@ -93,6 +93,15 @@ def norm(name: str, width: int, *, bias: bool = True) -> Shapes:
     return {f"{name}.weight": (width,), **({f"{name}.bias": (width,)} if bias else {})}
 
 
+def gated_mlp(name: str, inner: int, width: int, *, bias: bool = True) -> Shapes:
+    """Return the three matrices of a gated MLP, whose names begin with ``name``."""
+    return {
+        **linear(f"{name}gate_proj", inner, width, bias=bias),
+        **linear(f"{name}up_proj", inner, width, bias=bias),
+        **linear(f"{name}down_proj", width, inner, bias=bias),
+    }
+
+
 def repeat_shapes(name: str, count: int, inside: Shapes) -> Shapes:
     """``inside`` so many times, below ``name`` and a number."""
     return {f"{name}.{i}.{tensor}": shape for i in range(count) for tensor, shape in inside.items()}
@@ -330,7 +339,7 @@ class NestedTextConfig:
     """``config.json`` with the text model's keys in ``text_config``, or at the top with the vision model's.
 
     Args:
-        text_model_type: HF's name of the text model.
+        text_model_type: HF's name of the text model, which `vision_language_family` fills in.
         tied: Whether the head is tied if the file does not say.
         text_ties: If ``tie_word_embeddings`` of the text part ties it ``too``, ``alone`` or ``never``; ``nothing``:
             transformers' class always has a separate head.
@@ -341,7 +350,7 @@ class NestedTextConfig:
         repeated: Keys of the text model that are at the top too, with the same values.
     """
 
-    text_model_type: str
+    text_model_type: str = ""
     tied: bool = False
     text_ties: Literal["never", "too", "alone", "nothing"] = "never"
     rope: tuple[tuple[int, ...], bool] | None = None
