@@ -1,16 +1,23 @@
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
 from mca_config.errors import McaError
+from mca_config.layout import ParallelLayout
+from mca_models.megatron.features.sequence_media import MediaJoiner
 from mca_models.megatron.layers.zigzag import take_rank_tokens
 from mca_train.batching.collate import (
+    BatchOptions,
     CollatorFormat,
+    ExpertBatching,
     PadCollator,
     StepCollator,
     _require_right_padding,
     _with_sources,
+    model_options,
 )
 from mca_train.batching.packing import pack_row
 from mca_train.batching.sampling import CountedSamples
@@ -423,3 +430,48 @@ def test_sources_are_those_of_a_mixture_alone():
     assert _with_sources(batch, sequences).sources.tolist() == [2, 5]
     for other in ([({}, True)], [sequences[0], ({}, True)]):
         assert _with_sources(batch, other) is batch
+
+
+@pytest.mark.parametrize("is_first_stage", [False, True])
+@pytest.mark.parametrize(("learned", "positions"), [(False, None), (True, 77)])
+@pytest.mark.parametrize(("packed", "multiple"), [(False, 192), (True, 6)])
+def test_a_rank_collates_for_its_model_and_its_layout(is_first_stage, learned, positions, packed, multiple):
+    """A row has two slices for each of 3 context ranks; padded rows have few lengths on a GPU."""
+    config = SimpleNamespace(
+        max_position_embeddings=77,
+        embedding=SimpleNamespace(learned_positions=learned),
+        vocab_size=130,
+        model_type="qwen3",
+        mrope="sections",
+        vision=None,
+        mtp_num_layers=1,
+    )
+    layout = ParallelLayout(context_parallel_size=3, tensor_model_parallel_size=2)
+    ranks = SimpleNamespace(
+        layout=layout,
+        context_parallel_rank=2,
+        device=torch.device("cuda"),
+        is_first_stage=is_first_stage,
+    )
+    megatron = SimpleNamespace(
+        sequence_parallel=True, fp8=None, fp8_recipe="delayed", transformer_impl="transformer_engine"
+    )
+    pad, own = PadCollator(5), model_options(SimpleNamespace(config=config), ranks, requires_experts=True)
+    options = BatchOptions(collate=pad, pad_token_id=5, num_classes=4, **own)
+    assert StepCollator.for_rank(
+        options, ranks, megatron, micro_batch_size=3, packed=packed, length=9
+    ) == StepCollator(
+        collate=pad,
+        pad_token_id=5,
+        images=MediaJoiner(decodes=is_first_stage, sections=True, predicts=True),
+        experts=ExpertBatching(config=config, required=True),
+        positions=positions,
+        vocab_size=130,
+        num_classes=4,
+        micro_batch_size=3,
+        multiple=multiple,
+        context_parallel_size=3,
+        context_parallel_rank=2,
+        length=9,
+        packed=packed,
+    )

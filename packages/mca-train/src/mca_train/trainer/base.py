@@ -183,12 +183,7 @@ class HfTrainer(Trainer):  # type: ignore[misc]
     Args:
         ranks: This rank.
         view: Model that callbacks see.
-        args: The training arguments.
-        data_collator: Builds micro-batches.
-        train_dataset: Training samples.
-        eval_dataset: Evaluation samples, or several datasets by name.
-        processing_class: The tokenizer.
-        callbacks: Callbacks in addition to Hugging Face's.
+        options: Other arguments of ``transformers.Trainer``.
 
     Attributes:
         state: Steps, epochs and logs, as callbacks see them.
@@ -213,30 +208,11 @@ class HfTrainer(Trainer):  # type: ignore[misc]
     control: TrainerControl
     callback_handler: CallbackHandler
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        view: ModelView,
-        *,
-        args: TrainingArguments,
-        data_collator: Collator,
-        train_dataset: Samples | None,
-        eval_dataset: Samples | dict[str, Samples] | None,
-        processing_class: PreTrainedTokenizerBase | None,
-        callbacks: Sequence[TrainerCallback],
-    ) -> None:
+    def __init__(self, ranks: Ranks, view: ModelView, **options: Typed) -> None:
         self.ranks = ranks
         self._view = view
         self._own_optimizer: tuple[MegatronOptimizer, Scheduler] = (None, None)
-        super().__init__(
-            model=view,
-            args=args,
-            data_collator=data_collator,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=processing_class,
-            callbacks=callbacks,
-        )
+        super().__init__(model=view, **options)
         self._print_lines()
 
     def _print_lines(self) -> None:
