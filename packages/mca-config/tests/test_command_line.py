@@ -87,7 +87,7 @@ def a_parser() -> Parser:
     ("--out-pth a", "unknown flag --out_pth; did you mean --out_path?"),
     ("--xyzzy", "unknown flag --xyzzy; tool make --help lists the flags"),
     ("--salt 1", "unknown flag --salt; it is for the kitchen"),
-    ("p -o a", "unknown flag -o; tool make --help lists the flags"),
+    ("p -oup a", "unknown flag -oup; tool make --help lists the flags"),
     ("--out_pth a --cont 2", "2 problems\n  unknown flag --out_pth; did you mean --out_path?\n  unknown flag --cont"),
     ("--out-path a --out_path=b p", "--out_path is given twice"),
     ("p", "missing --out_path; see tool make --help"),

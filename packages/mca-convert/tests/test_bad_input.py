@@ -94,7 +94,7 @@ def test_a_pickle_that_is_none_and_one_of_another_name_are_told(source: Path, tm
 
 @pytest.mark.parametrize(("change", "message"), [
     ({"model_type": "no_such_model"}, "model_type 'no_such_model' is not supported; supported: "),
-    ({"model_type": "qwen33"}, "model_type 'qwen33' is not supported; did you mean 'qwen3'?; supported: "),
+    ({"model_type": "qwen33"}, "model_type 'qwen33' is not supported; did you mean 'qwen3'? Supported: afmoe, "),
     ({"model_type": "jamba", "mamba_expand": "2"}, "'mamba_expand' is '2'; expected a number"),
     (
         {"model_type": "mamba2", "expand": 3, "num_heads": 8, "head_dim": 16, "hidden_size": 64},

@@ -65,6 +65,9 @@ def test_plan_needs_no_weights(run, capsys):
     assert "data parallel 2" in text
     assert "bubble       20.0%" in text
     assert "2-3 head" in text
+    assert "global batch 64 samples" in text
+    assert main(["plan", path, "--sequence_packing"]) == 0
+    assert "global batch 64 packs" in capsys.readouterr().out
 
 
 def test_plan_is_no_rank_and_fits_a_device(run, capsys, monkeypatch):

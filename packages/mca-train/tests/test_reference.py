@@ -108,10 +108,12 @@ def test_init_writes_a_new_file_only(tmp_path, capsys):
     assert main(["init", "sft", "org/model", str(file)]) == 2
     assert main(["init", "sftt", "org/model"]) == 2
     assert main(["init", "sft"]) == 2
+    assert main(["init", "sft", "org/model", str(file / "below")]) == 1
     errors = capsys.readouterr().err.splitlines()
     assert [line.partition(";")[0] for line in errors[:1]] == [f"error: {file} exists"]
     assert "did you mean 'sft'?" in errors[1]
     assert "mca-train init sft models/qwen3" in errors[2]
+    assert errors[-1].endswith("below: cannot be written (Not a directory); name another file")
 
 
 @pytest.mark.parametrize(

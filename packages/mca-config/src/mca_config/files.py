@@ -60,11 +60,18 @@ def has_entry(directory: Path, name: str) -> bool:
         return True
 
 
-def write_error(file: object, error: OSError, needed: int | None = None) -> McaError:
-    """Return the `McaError` for a failed write of ``file``, which needs ``needed`` bytes, if known."""
+def write_error(file: object, error: OSError, needed: int | None = None, *, advice: str = "") -> McaError:
+    """Return the `McaError` for a failed write of ``file``.
+
+    Args:
+        file: Its path.
+        error: The failure.
+        needed: Bytes that it needs, if known.
+        advice: The fix, unless the disk is full.
+    """
     message = f"{file}: cannot be written ({error.strerror})"
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-        return McaError(message)
+        return McaError(f"{message}; {advice}" if advice else message)
     full = DiskFull(message)
     if needed is not None and error.errno == errno.ENOSPC:
         with suppress(OSError):

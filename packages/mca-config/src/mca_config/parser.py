@@ -132,7 +132,8 @@ class Parser(argparse.ArgumentParser):
 
     def _unknown_flag_hint(self, flag: str) -> str:
         hint = self._hint(flag.removeprefix("--"))
-        return hint or suggestion(flag, self.flags, f"{self.prog} --help lists the flags")
+        known = self.flags if flag.startswith("--") else ()  # a letter is similar to any short word
+        return hint or suggestion(flag, known, f"{self.prog} --help lists the flags")
 
     def error(self, message: str) -> NoReturn:
         """Raise `UsageError` with a simpler form of argparse's ``message``.

@@ -48,7 +48,9 @@ def test_texts_that_are_tokenized_train_on_the_same_blocks(run, tmp_path, capsys
     assert theirs.get(0).tolist() == [*tokenizer("word ")["input_ids"], tokenizer.eos_token_id]
     assert main(["tokenize", path, "--output_prefix", str(tmp_path / "new" / "out" / "corpus")]) == 2
     assert main(["tokenize", path]) == 2
+    assert main(["tokenize", path, "--output_prefix", f"{path}/below/corpus"]) == 1
     errors = capsys.readouterr().err
+    assert "corpus: cannot be written (Not a directory); name another --output_prefix" in errors
     assert "corpus.bin exists; name another prefix" in errors
     assert "mca-train tokenize needs --output_prefix" in errors
 

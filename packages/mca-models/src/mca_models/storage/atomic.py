@@ -84,9 +84,7 @@ class AtomicDirectory:
         except BaseException as error:
             self.discard()
             if isinstance(error, OSError):
-                failure = write_error(destination, error)
-                is_full = isinstance(failure, DiskFull)
-                raise failure if is_full else McaError(f"{failure}; name another directory") from None
+                raise write_error(destination, error, advice="name another directory") from None
             raise
 
     def _begin(self) -> None:

@@ -398,6 +398,5 @@ def unsupported(model_type: str) -> McaError:
             f"model_type {model_type!r} has no file; add it to FILES of mca_models/templates/__init__.py"
         )
     similar = suggestion(model_type, SUPPORTED, "").removesuffix("; ")
-    return McaError(
-        f"model_type {model_type!r} is not supported{similar}; supported: {', '.join(sorted(SUPPORTED))}"
-    )
+    ending = f"{similar} Supported" if similar else "; supported"
+    return McaError(f"model_type {model_type!r} is not supported{ending}: {', '.join(sorted(SUPPORTED))}")

@@ -168,7 +168,7 @@ def write_indexed(prefix: Path, documents: Iterable[Sequence[int]], vocab_size: 
         for partial, target in zip(partials, targets, strict=True):
             partial.rename(target)
     except OSError as error:
-        raise write_error(prefix, error) from error
+        raise write_error(prefix, error, advice="name another --output_prefix") from error
     finally:
         for partial in partials:
             with contextlib.suppress(OSError):

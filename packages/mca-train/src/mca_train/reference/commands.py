@@ -188,7 +188,7 @@ def _write_new(path: Path, text: str) -> None:
     except FileExistsError:
         raise UsageError(f"{path} exists; name another file") from None
     except OSError as error:
-        raise write_error(path, error) from error
+        raise write_error(path, error, advice="name another file") from error
 
 
 def _model_problem(model: str) -> str:
