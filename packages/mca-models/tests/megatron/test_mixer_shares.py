@@ -33,10 +33,11 @@ class Group:
 
 
 class Base(torch.nn.Module):
-    """A base class that takes a configuration, as Megatron's."""
+    """A base class that keeps a configuration, as Megatron's."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
+        self.config = config
 
 
 class Linear(torch.nn.Module):

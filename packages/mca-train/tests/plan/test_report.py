@@ -30,7 +30,10 @@ def rendered(**of_plan: Any) -> str:
         | of_plan
     )
     training = SimpleNamespace(
-        per_device_train_batch_size=1, per_device_eval_batch_size=1, gradient_accumulation_steps=1
+        per_device_train_batch_size=1,
+        per_device_eval_batch_size=1,
+        gradient_accumulation_steps=1,
+        sequence_packing=False,
     )
     settings: Any = SimpleNamespace(training=training, lora=SimpleNamespace(is_enabled=False))
     model: Any = SimpleNamespace(model_type="llama", num_layers=2)
