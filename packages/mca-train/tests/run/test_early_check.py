@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import warnings
@@ -56,6 +57,10 @@ USAGES = (
     (["sft", "RUN", "--fsdp", "full_shard"], "fsdp is not supported"),
     (["sft", "RUN", "--model_name_or_path", "none"], "model_name_or_path: directory none does not exist"),
     (["sft", "RUN", "--train_file", "none.jsonl"], "train_file: file none.jsonl does not exist"),
+    (
+        ["sft", "RUN", "--model_name_or_path", "shards"],
+        "shards: 1 of 2 files named in model.safetensors.index",
+    ),
     (["sft", "RUN", "--resume_from_checkpoint", "gone"], "resume_from_checkpoint: gone does not exist"),
     (["sft", "RUN", "--output_dir", "model"], "output_dir: model is where the run reads model"),
     (
@@ -231,6 +236,10 @@ def test_wrong_usage_is_reported_before_heavy_imports(run, tmp_path):
     (tmp_path / "half").mkdir()
     half = json.loads((tmp_path / "model" / "config.json").read_text()) | {"dtype": "float16"}
     (tmp_path / "half" / "config.json").write_text(json.dumps(half))
+    shutil.copytree(tmp_path / "model", tmp_path / "shards")
+    (tmp_path / "shards" / "a.safetensors").touch()
+    names = {"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}
+    (tmp_path / "shards" / "model.safetensors.index.json").write_text(json.dumps(names))
     (tmp_path / "qwen-vl").mkdir()
     (tmp_path / "qwen-vl" / "config.json").write_text((VISION / "qwen2.5-vl-72b.json").read_text())
     commands = [[file if word == "RUN" else word for word in words] for words, _ in USAGES]

@@ -268,20 +268,8 @@ def indexed_tensors(path: Path, index: str, read: Callable[[Path], Mapping[str, 
     Raises:
         McaError: A file is missing or damaged, or has other tensors than the index says.
     """
-    weight_map = read_json(resolve_inside(path, index)).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise McaError(f"{path / index}: has no 'weight_map' from tensor to file names; fetch the file again")
-    files = sorted(set(weight_map.values()))
-    try:
-        paths = {name: resolve_inside(path, name) for name in files}
-    except McaError as error:
-        raise with_location(error, path / index) from None
-    absent = [name for name in files if not paths[name].exists()]
-    if absent:
-        raise McaError(
-            f"{path}: {len(absent)} of {counted(len(files), 'file')} named in {index} are missing "
-            f"({first_few(absent)}); download them again"
-        )
+    weight_map, paths = indexed_files(path, index)
+    files = sorted(paths)
     tensors: dict[str, Tensor] = {}
     faults: list[str] = []
     for file in files:
@@ -302,6 +290,29 @@ def indexed_tensors(path: Path, index: str, read: Callable[[Path], Mapping[str, 
                 "; fetch the checkpoint again"
             )
     return list(tensors.values())
+
+
+def indexed_files(path: Path, index: str = INDEX) -> tuple[dict[str, str], dict[str, Path]]:
+    """Return the file name of each tensor in file ``index`` of directory ``path``, and the path of each file.
+
+    Raises:
+        McaError: The index is damaged, or a file is missing.
+    """
+    weight_map = read_json(resolve_inside(path, index)).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise McaError(f"{path / index}: has no 'weight_map' from tensor to file names; fetch the file again")
+    files = sorted(set(weight_map.values()))
+    try:
+        paths = {name: resolve_inside(path, name) for name in files}
+    except McaError as error:
+        raise with_location(error, path / index) from None
+    absent = [name for name in files if not paths[name].exists()]
+    if absent:
+        raise McaError(
+            f"{path}: {len(absent)} of {counted(len(files), 'file')} named in {index} are missing "
+            f"({first_few(absent)}); download them again"
+        )
+    return weight_map, paths
 
 
 class ConfigOnlySource(HfSourceBase):

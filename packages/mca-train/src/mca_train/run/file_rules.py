@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TextIO
 
 from mca_config.errors import McaError, list_problems, raised_problems
-from mca_config.files import read_json
+from mca_config.files import has_entry, read_json
 from mca_config.types import Values
+from mca_models.checkpoint.hf_directory import INDEX, indexed_files
 from mca_models.checkpoint.side_files import side_files
 from mca_models.hub import is_hub_id
 from mca_train.checkpoint.output_files import require_free, require_usable, resolve
@@ -117,12 +118,20 @@ def model_side_files(task: Task, settings: Settings) -> Iterator[str]:
         yield from raised_problems(side_files, model)
 
 
+def model_weights(task: Task, settings: Settings) -> Iterator[str]:
+    """Report missing files of a model of which some are there; the ranks read them."""
+    model = Path(settings.data.model_name_or_path)
+    if os.environ.get("RANK", "0") == "0" and has_entry(model, INDEX) and any(model.glob("*.safetensors")):
+        yield from raised_problems(indexed_files, model)
+
+
 FILE_RULES: tuple[Callable[[Task, Settings], Iterable[str]], ...] = (
     data_files,
     directories,
     output_dir,
     start,
     model_side_files,
+    model_weights,
     lambda task, settings: tokenizer_problems(settings.data),
     lambda task, settings: optimizer_problems(settings.training),
 )
