@@ -154,7 +154,9 @@ def cast(name: str, value: Typed, hint: TypeHint, *, words: bool) -> Typed:
     if inner and isinstance(value, list | tuple):
         raise inner
     bare = "; a flag without a value means true" if words and value is True else ""
-    shown = "a secret of another type" if is_secret(name) else f"{value!r:.80}"
+    shown = "null (no value)" if words and value is None else f"{value!r:.80}"
+    if is_secret(name):
+        shown = "a secret of another type"
     raise kind(f"{name} must be {describe(hint)}, not {shown}{bare}{_similar_choice(value, hint)}")
 
 

@@ -58,7 +58,7 @@ def test_values_take_the_types_of_their_fields():
         ({"name": "n", "when": "stps"}, "when must be no or steps, not 'stps'; did you mean 'steps'?"),
         ({"name": "n", "when": True}, "when must be no or steps, not True; a flag without"),
         ({"name": "n", "files": {"a": 1}}, "files must be a list, not {'a': 1}"),
-        ({"name": "n", "files": ["x", None]}, "files, entry 1, must be text, not None"),
+        ({"name": "n", "files": ["x", None]}, "files, entry 1, must be text, not null (no value)"),
         ({"name": "n", "steps": 10**400}, "steps must be an integer, not 1000"),
         ({"name": "n", "rate": 10**400}, "rate must be a number, not 1000"),
     ],

@@ -52,7 +52,15 @@ def test_a_mixture_pairs_and_a_stream(run, tmp_path, capsys):
     ("changes", "message"),
     [
         ({"train_file": "/none.jsonl"}, "train_file: file /none.jsonl does not exist"),
-        ({"datasets": [{"path": "x", "wieght": 1}]}, "unknown key 'wieght'"),
+        (
+            {"train_file": ..., "datasets": [{"path": "x", "wieght": 1}, {"path": "y", "weight": -1}]},
+            "2 problems\n  datasets, entry 0: unknown key 'wieght'; did you mean 'weight'?\n"
+            "  datasets, entry 1: weight is -1.0; expected",
+        ),
+        (
+            {"train_file": ..., "datasets": [{"path": "/none.jsonl"}, {"path": "org/other"}]},
+            "datasets, none: file /none.jsonl does not exist\n",
+        ),
     ],
 )
 def test_what_is_wrong_is_told_before_anything_is_read(changes, message, run, capsys):

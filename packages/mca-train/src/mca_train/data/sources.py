@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from mca_config.errors import McaError, UsageError, raise_problems
+from mca_config.errors import McaError, UsageError, list_problems, raise_problems
 from mca_config.fields import build
 from mca_config.printable import counted, suggestion
 from mca_config.redaction import redacted
@@ -65,6 +65,11 @@ class Source:
         """Name of the source in logs."""
         return self.name or Path(strip_query(self.path)).name.partition(".")[0]
 
+    @property
+    def names_file(self) -> bool:
+        """True if the path has the ending of a file of rows, and is no directory."""
+        return not Path(self.path).is_dir() and reader_name(self.path) != "a dataset"
+
 
 def _unknown_key(key: str, known: Iterable[str]) -> str:
     """Return the message about a key that no entry has."""
@@ -79,15 +84,22 @@ def parse_sources(entries: Sequence[Values]) -> list[Source]:
     Raises:
         UsageError: Keys or values are invalid, names are not unique, or only some entries have a weight.
     """
-    found = [
-        build([Source], entry, where=f"datasets, entry {place}", unknown=_unknown_key)[0]
-        for place, entry in enumerate(entries)
-    ]
+    found: list[Source] = []
+    problems: list[str] = []
+    for place, entry in enumerate(entries):
+        where = f"datasets, entry {place}"
+        try:
+            found += build([Source], entry, where=where, unknown=_unknown_key)
+        except McaError as error:
+            problems += (f"{where}: {problem}" for problem in list_problems(error))
     names = [source.display_name for source in found]
-    problems = [f"two are called {name}; set name" for name in dict.fromkeys(names) if names.count(name) > 1]
+    twice = dict.fromkeys(name for name in names if names.count(name) > 1)
+    problems += (f"datasets: two are called {name}; set name" for name in twice)
     weighted = [source.weight is not None for source in found]
     if any(weighted) and not all(weighted):
-        problems.append("some entries have a weight and some do not; give all of them a weight, or none")
+        problems.append(
+            "datasets: some entries have a weight and some do not; give all of them a weight, or none"
+        )
     raise_problems(problems, "datasets", kind=UsageError)
     return found
 
@@ -176,8 +188,7 @@ def _load(source: Source, key: str, arguments: DataArguments) -> "datasets.Datas
     import datasets
 
     path = Path(source.path)
-    is_named_file = not path.is_dir() and reader_name(source.path) != "a dataset"
-    if path.is_file() or is_url(source.path) or is_named_file:
+    if path.is_file() or is_url(source.path) or source.names_file:
         _reject_options(source, key, "a file", ("split", "subset", "revision"))
         return load_rows([source.path], key, arguments)
     datasets.disable_progress_bars()

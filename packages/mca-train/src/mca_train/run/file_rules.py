@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import TextIO
 
-from mca_config.errors import McaError, raised_problems
+from mca_config.errors import McaError, list_problems, raised_problems
 from mca_config.files import read_json
 from mca_config.types import Values
 from mca_models.checkpoint.side_files import side_files
@@ -33,13 +33,23 @@ def data_files(task: Task, settings: Settings) -> Iterator[str]:
     data = settings.data
     if not data.train_file and not data.datasets:
         yield "train_file is not set; name a file with rows, or several sources under datasets"
-    yield from raised_problems(parse_sources, data.datasets)
-    for path in (str(entry.get("path")) for entry in data.datasets):
-        if is_url(path):
-            yield from raised_problems(require_client, path, "datasets")
+    yield from _source_problems(data)
     for key, files in (("train_file", data.train_file), ("eval_file", data.eval_file)):
         for file in files:
             yield from raised_problems(check_file, file, key)
+
+
+def _source_problems(data: DataArguments) -> Iterator[str]:
+    try:
+        sources = parse_sources(data.datasets)
+    except McaError as error:
+        yield from list_problems(error)
+        return
+    for source in sources:
+        if is_url(source.path):
+            yield from raised_problems(require_client, source.path, "datasets")
+        elif source.names_file and not Path(f"{source.path}.idx").is_file():  # else an indexed dataset
+            yield from raised_problems(check_file, source.path, f"datasets, {source.display_name}")
 
 
 def directories(task: Task, settings: Settings) -> Iterator[str]:
