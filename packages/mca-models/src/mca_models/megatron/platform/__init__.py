@@ -154,6 +154,7 @@ def megatron_version() -> tuple[int, ...]:
     return _numbers(version("megatron-core"))
 
 
+@cache
 def engine_version() -> tuple[int, ...] | None:
     """Return the installed Transformer Engine's version, e.g. ``(2, 20, 2)``; None: not installed."""
     try:
