@@ -106,6 +106,13 @@ def test_every_parameter_belongs_to_a_part(case: str) -> None:
     assert audio <= {"audio"}
 
 
+@pytest.mark.parametrize("case", sorted(tiny_vision.CASES))
+def test_a_tower_has_the_dtype_of_the_model(case: str) -> None:
+    """Transformers builds some of its tensors in fp32, and files have them in the dtype of all others."""
+    tower = vision_model(config_from_hf(tiny_vision.described(case)), torch.bfloat16)
+    assert {parameter.dtype for parameter in tower.parameters()} == {torch.bfloat16}
+
+
 def test_channels_follow_time_rows_and_columns() -> None:
     assert mrope_axes((2, 1, 1), 4, interleaved=False).tolist() == [0, 0, 1, 2]
     assert mrope_axes((4, 2, 2), 8, interleaved=True).tolist() == [0, 1, 2, 0, 1, 2, 0, 0]

@@ -127,6 +127,14 @@ def _fill(models: VirtualModels, source: ModelSource, seed: int, *, broadcast: b
     for pair in models.local_params():
         (drawn if pair[0].param.mca_name() in lacking else stored).append(pair)
     fill.from_seed(seed, drawn, models.config, coordinates)
+    if rounded := fill.rounded_names(source, stored):
+        _log.info(
+            "%d tensors on this rank have fp32 values and are rounded to %s, in exports too: %s%s",
+            len(rounded),
+            models.config.dtype,
+            ", ".join(rounded[:2]),
+            ", ..." if rounded[2:] else "",
+        )
     return fill.from_source(source, stored, layout, coordinates, growth=growth, broadcast=broadcast)
 
 

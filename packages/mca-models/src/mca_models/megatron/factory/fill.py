@@ -21,6 +21,7 @@ from mca_models.megatron.features.feature import Start
 from mca_models.megatron.features.features import active_features
 from mca_models.megatron.names import LocalParam
 from mca_models.megatron.tensors import copy_finite, seeded_generator, to_torch
+from mca_models.storage.safetensors import TensorInfo
 from mca_models.storage.source import ModelSource, name_differences, plan_shard, read_shard
 from mca_models.templates import get_family
 from mca_models.weights import Param, Stage
@@ -119,6 +120,21 @@ def from_source(
         if group is not None and group.size() > 1:
             torch.distributed.broadcast(live, torch.distributed.get_global_rank(group, 0), group=group)
     return nbytes
+
+
+def rounded_names(source: ModelSource, params: Sequence[tuple[LocalParam, Tensor]]) -> list[str]:
+    """Return the tensors of a checkpoint of several dtypes that have more bytes per element than ``params``.
+
+    A checkpoint that has more for all is one in fp32 that is trained in half precision on purpose: none is returned.
+    """
+    known = stored_in(source)
+    stored = {
+        part.info.name: part.info.itemsize > live.itemsize
+        for item, live in params
+        for part in source.parts(known(item.param))
+        if isinstance(part.info, TensorInfo)
+    }
+    return [] if all(stored.values()) else [name for name, is_wider in stored.items() if is_wider]
 
 
 def stored_in(source: ModelSource) -> Callable[[Param], Param]:
