@@ -121,8 +121,13 @@ def model_side_files(task: Task, settings: Settings) -> Iterator[str]:
 def model_weights(task: Task, settings: Settings) -> Iterator[str]:
     """Report missing files of a model of which some are there; the ranks read them."""
     model = Path(settings.data.model_name_or_path)
-    if os.environ.get("RANK", "0") == "0" and has_entry(model, INDEX) and any(model.glob("*.safetensors")):
-        yield from raised_problems(indexed_files, model)
+    if model.is_dir() and os.environ.get("RANK", "0") == "0":
+        yield from raised_problems(_require_shards, model)
+
+
+def _require_shards(model: Path) -> None:
+    if has_entry(model, INDEX) and any(model.glob("*.safetensors")):
+        indexed_files(model)
 
 
 FILE_RULES: tuple[Callable[[Task, Settings], Iterable[str]], ...] = (
