@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from argparse import Namespace
 
 
+_REQUIRED_KEYS = dict.fromkeys(("data", "tokenize"), {"output_dir": "unwritten"})
+"""Values of required keys that a command does not use."""
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; the exit code: 0, 1 for a failure, 2 for wrong usage."""
     words = sys.argv[1:] if arguments is None else arguments
@@ -67,6 +71,7 @@ def _run(known: Program, words: list[str]) -> int:
     from mca_train.run.settings import load_values
 
     values, where = load_values(config, overrides)
+    values = {**_REQUIRED_KEYS.get(command, {}), **values}
     is_rank = started_by_launcher() and command != "plan"
     if not is_rank:
         one_thread_until_forked()  # before torch is imported below
