@@ -104,6 +104,10 @@ def test_wrong_words_are_answered_with_what_to_change(words: str, message: str) 
     assert message in str(raised.value)
 
 
+def test_a_value_of_several_words_may_begin_with_a_hyphen() -> None:
+    assert a_parser().read(["p", "--out_path", "-a b"]).out_path == "-a b"
+
+
 def test_words_of_other_flags_are_left_over() -> None:
     parser = Parser("tool")
     add_operands(parser)

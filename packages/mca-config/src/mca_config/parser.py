@@ -121,7 +121,7 @@ class Parser(argparse.ArgumentParser):
         return self.read(known), unknown
 
     def _check_flags(self, words: Sequence[str]) -> None:
-        flags = [_flag_name(word) for word in words if _is_flag(word) or re.match(r"-[A-Za-z]", word)]
+        flags = [_flag_name(word) for word in words if _is_flag(word) or re.fullmatch(r"-[A-Za-z]\S*", word)]
         unknown = dict.fromkeys(flag for flag in flags if flag not in self._option_string_actions)
         problems = [f"unknown flag {flag}{self._unknown_flag_hint(flag)}" for flag in unknown]
         twice = dict.fromkeys(flag for flag in flags if flags.count(flag) > 1 and flag not in unknown)

@@ -10,6 +10,7 @@ from tokenizers_for_tests import byte_tokenizer
 
 from mca_config.errors import McaError
 from mca_train.config.arguments import DataArguments
+from mca_train.data.files import translate_read_errors
 from mca_train.tasks.load import load_stream, load_tokenized
 from mca_train.tasks.table import TASKS
 
@@ -56,7 +57,11 @@ READABLE = {
 }
 BROKEN = {
     "not closed.jsonl": (WHOLE + b'{"text": "cut', "cannot be read as json"),
-    "no comma.jsonl": (with_line(b'{"text": "a" "b"}'), "cannot be read as json: line 21: "),
+    "no comma.jsonl": (
+        with_line(b'{"text": "a" "b"}'),
+        "cannot be read as json: line 21: JSON parse error: Missing a comma or '}' after an object member; repair",
+    ),
+    "types.jsonl": (b'{"text": "a"}\n{"text": 3}\n{"a" 3}\n', "as json: line 3: No ':' found when decoding"),
     "words.jsonl": (b"hello world\n", "cannot be read as json: line 1: "),
     "bytes.jsonl": (with_line(b'{"text": "\xff\xfe"}'), "can't decode byte 0xff"),
     "half a letter.jsonl": (with_line(b'{"text": "\\ud800"}'), "surrogate pair"),
@@ -110,6 +115,21 @@ def test_a_broken_file_is_one_line_that_names_it(name, streaming, tmp_path):
     assert reason in reported
     assert "\n" not in reported
     assert len(reported) < 500
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        "JSON parse error: Column(/text) changed from string to number in row 1",
+        "Failed to parse string: 'x' as a scalar of type int64",
+    ],
+)
+def test_an_error_about_types_names_no_damaged_line(reason, tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b'{"text": "a"}\n{"text": 3}\n{')
+    with pytest.raises(McaError) as error, translate_read_errors("train_file", str(file), "json"):
+        raise ValueError(reason)
+    assert str(error.value).endswith(f"cannot be read as json: {reason}; repair or replace the file")
 
 
 def test_a_file_that_changes_or_disappears_between_passes_is_reported(tmp_path, caplog):

@@ -8,6 +8,9 @@ import pytest
 from mca_train.cli import main
 from mca_train.config import model
 from mca_train.run import plan_command, rules, train
+from mca_train.run.file_rules import weights_problems
+from mca_train.run.settings import load_values, make_settings
+from mca_train.tasks.table import TASKS
 
 
 class Counted:
@@ -84,6 +87,22 @@ def test_a_tokenizer_with_more_tokens_than_an_adapter_has_rows_is_told_of_by_the
     for reported in refusals(run(lora_rank=2), capsys):
         assert "the model's vocabulary 100, and an adapter does not contain the new rows" in reported
     assert main(["plan", "sft", run()]) == 0
+
+
+@pytest.mark.parametrize(("single", "reported"), [(False, ["1 of 2 files named in"]), (True, [])])
+def test_shards_are_required_where_they_are_read_and_no_download_can_follow(single, reported, run, tmp_path):
+    values, where = load_values(Path(run()), [])
+    model = tmp_path / "model"
+    (model / "a.safetensors").touch()
+    names = {"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(names))
+    if single:  # is read instead of the shards
+        (model / "model.safetensors").touch()
+    settings = make_settings(TASKS["sft"], values, where)
+    found = list(weights_problems(settings.data))
+    assert len(found) == len(reported) and all(map(str.__contains__, found, reported))
+    # a model of the Hub is checked before its download, which completes an interrupted one
+    assert rules.check(TASKS["sft"], settings).missing == ()
 
 
 LABELED = [{"prompt": "a", "completion": "b", "label": True}] * 3

@@ -38,6 +38,9 @@ Rows = TypeVar("Rows", "datasets.Dataset", "datasets.IterableDataset")
 """Rows in memory, or rows that are read as they are iterated."""
 _DEEPEST = 256
 _MARKS = re.compile(rb'"(?:[^"\\]|\\.)*"|[\[\]{}]', re.DOTALL)
+_DAMAGED_ROW = re.compile(r"JSON parse error: (?!Column\(/)|.* at position \d+$")
+"""Errors of pyarrow and ujson about JSON that is no row; those about a type name its column."""
+_END_OF_PARSE_ERROR = re.compile(r"\.?( in row \d+)?$")
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow", ".txt": "text"}
 
@@ -309,7 +312,9 @@ def translate_read_errors(
                 raise McaError(f"{subject} has no {_ENDINGS} file ({content})") from error
             raise McaError(f"{subject} is not there any more; put it back and start again") from error
         advice = "; repair or replace the file" if reader in _READERS.values() else ""
-        line = _invalid_line(Path(files)) if reader == "json" else ""
+        line = _invalid_line(Path(files)) if _DAMAGED_ROW.match(reason) else ""
+        if line:
+            reason = _END_OF_PARSE_ERROR.sub("", reason, count=1)  # the row counts from a block of the file
         raise McaError(
             f"{subject} cannot be read as {reader}: {line}{redacted(reason)[:200]}{advice}"
         ) from error

@@ -15,7 +15,7 @@ from typing import TextIO
 from mca_config.errors import McaError, list_problems, raised_problems
 from mca_config.files import has_entry, read_json
 from mca_config.types import Values
-from mca_models.checkpoint.hf_directory import INDEX, indexed_files
+from mca_models.checkpoint.hf_directory import INDEX, SINGLE, indexed_files
 from mca_models.checkpoint.side_files import side_files
 from mca_models.hub import is_hub_id
 from mca_train.checkpoint.output_files import require_free, require_usable, resolve
@@ -118,15 +118,18 @@ def model_side_files(task: Task, settings: Settings) -> Iterator[str]:
         yield from raised_problems(side_files, model)
 
 
-def model_weights(task: Task, settings: Settings) -> Iterator[str]:
-    """Report missing files of a model of which some are there; the ranks read them."""
-    model = Path(settings.data.model_name_or_path)
-    if model.is_dir() and os.environ.get("RANK", "0") == "0":
+def weights_problems(data: DataArguments) -> Iterator[str]:
+    """Report missing files of a model of which some are there; the ranks read them.
+
+    It is no rule of `FILE_RULES`, which also check a model of the Hub before the rest of its files is downloaded.
+    """
+    model = Path(data.model_name_or_path)
+    if model.is_dir():
         yield from raised_problems(_require_shards, model)
 
 
 def _require_shards(model: Path) -> None:
-    if has_entry(model, INDEX) and any(model.glob("*.safetensors")):
+    if not has_entry(model, SINGLE) and has_entry(model, INDEX) and any(model.glob("*.safetensors")):
         indexed_files(model)
 
 
@@ -136,7 +139,6 @@ FILE_RULES: tuple[Callable[[Task, Settings], Iterable[str]], ...] = (
     output_dir,
     start,
     model_side_files,
-    model_weights,
     lambda task, settings: tokenizer_problems(settings.data),
     lambda task, settings: optimizer_problems(settings.training),
 )
