@@ -176,7 +176,4 @@ def test_a_stream_goes_on_with_steps_of_its_size_only(tmp_path):
     (said,) = run_ranks(
         1, streamed, tiny_checkpoint(tmp_path / "tiny", num_hidden_layers=2), tmp_path / "run"
     )
-    assert (
-        "the checkpoint's steps have 2 samples, this run's 3; a stream can only be resumed with steps of the same size"
-        in said
-    )
+    assert "the checkpoint's steps have 2 samples, this run's 3 samples; a stream can only be resumed" in said

@@ -242,7 +242,7 @@ def test_a_stream_is_resumed_with_steps_of_one_size(size: int, fails: bool) -> N
     place, stream = RunPosition(samples=16, step_samples=size), StepStream([], SHAPE, 10)
     if fails:
         with pytest.raises(
-            UsageError, match="steps have 4 samples, this run's 8; a stream can only be resumed"
+            UsageError, match="steps have 4 samples, this run's 8 samples; a stream can only be resumed"
         ):
             resume_position(place, stream)
     else:
@@ -254,8 +254,10 @@ def test_an_epoch_of_packs_counts_packs(caplog: Any) -> None:
     place = RunPosition(epoch_samples=22, samples=8, step_samples=4, unit=packs["units"])
     resume_position(place, StepSampler(2300, SHAPE, **packs))
     assert "is in an epoch of 22 packs, this run's have 2,300: some samples" in caplog.text
-    with pytest.raises(UsageError, match="steps have 4 packs, this run's 8;"):
+    with pytest.raises(UsageError, match="steps have 4 packs, this run's 8 packs;"):
         resume_position(place, StepStream([], SHAPE, 10, **packs))
+    with pytest.raises(UsageError, match="steps have 4 packs, this run's 8 samples;"):
+        resume_position(place, StepStream([], SHAPE, 10))
 
 
 def test_a_stream_counts_its_samples_in_full_steps() -> None:

@@ -61,6 +61,10 @@ def test_a_mixture_pairs_and_a_stream(run, tmp_path, capsys):
             {"train_file": ..., "datasets": [{"path": "/none.jsonl"}, {"path": "org/other"}]},
             "datasets, none: file /none.jsonl does not exist\n",
         ),
+        (
+            {"train_file": ..., "datasets": [{"path": __file__}]},
+            "test_data_command.py ends in '.py'; expected",
+        ),
     ],
 )
 def test_what_is_wrong_is_told_before_anything_is_read(changes, message, run, capsys):

@@ -129,8 +129,8 @@ def _fill(models: VirtualModels, source: ModelSource, seed: int, *, broadcast: b
     fill.from_seed(seed, drawn, models.config, coordinates)
     if rounded := fill.rounded_names(source, stored):
         _log.info(
-            "%d tensors on this rank have fp32 values and are rounded to %s, in exports too: %s%s",
-            len(rounded),
+            "rounding %s on this rank from fp32 to %s, in exports too: %s%s",
+            counted(len(rounded), "tensor"),
             models.config.dtype,
             ", ".join(rounded[:2]),
             ", ..." if rounded[2:] else "",

@@ -67,8 +67,9 @@ class Source:
 
     @property
     def names_file(self) -> bool:
-        """True if the path has the ending of a file of rows, and is no directory."""
-        return not Path(self.path).is_dir() and reader_name(self.path) != "a dataset"
+        """True if the path is a file, or has the ending of one and is no directory."""
+        path = Path(self.path)
+        return path.is_file() or (not path.is_dir() and reader_name(self.path) != "a dataset")
 
 
 def _unknown_key(key: str, known: Iterable[str]) -> str:
@@ -188,7 +189,7 @@ def _load(source: Source, key: str, arguments: DataArguments) -> "datasets.Datas
     import datasets
 
     path = Path(source.path)
-    if path.is_file() or is_url(source.path) or source.names_file:
+    if is_url(source.path) or source.names_file:
         _reject_options(source, key, "a file", ("split", "subset", "revision"))
         return load_rows([source.path], key, arguments)
     datasets.disable_progress_bars()

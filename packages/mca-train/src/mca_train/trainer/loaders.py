@@ -323,9 +323,10 @@ def resume_position(saved: RunPosition, sampler: StepSampler | StepStream) -> Ru
     """
     step_samples, epoch_samples = sampler.shape.global_size, sampler.num_samples
     if isinstance(sampler, StepStream) and saved.step_samples not in (0, step_samples):
+        before = counted(saved.step_samples, _unit(saved.unit or sampler.units))
         raise UsageError(
-            f"the checkpoint's steps have {counted(saved.step_samples, _unit(sampler))}, this run's {step_samples}; a "
-            "stream can only be resumed with steps of the same size; change gradient_accumulation_steps or "
+            f"the checkpoint's steps have {before}, this run's {counted(step_samples, _unit(sampler.units))}; a stream "
+            "can only be resumed with steps of the same size; change gradient_accumulation_steps or "
             "per_device_train_batch_size"
         )
     if difference := _data_difference(saved, sampler):
@@ -350,14 +351,14 @@ def _data_difference(saved: RunPosition, sampler: StepSampler | StepStream) -> s
     if skips_samples and saved.order and sampler.order not in ("", saved.order):
         return f"has its samples in another order ({saved.order}) than this run ({sampler.order})"
     if in_memory and saved.epoch_samples not in (0, sampler.num_samples):
-        epoch = counted(saved.epoch_samples, _unit(sampler))
+        epoch = counted(saved.epoch_samples, _unit(sampler.units))
         return f"is in an epoch of {epoch}, this run's have {sampler.num_samples:,}"
     return None
 
 
-def _unit(sampler: StepSampler | StepStream) -> str:
-    """Return the noun of a sampler's items."""
-    return "sample" if sampler.units == SAMPLES else "pack"
+def _unit(units: str) -> str:
+    """Return the noun of the items that ``units`` describes."""
+    return "sample" if units == SAMPLES else "pack"
 
 
 def log_plan(args: TrainingArguments, ranks: Ranks, length: RunLength, samples: int, done: int) -> None:

@@ -78,7 +78,7 @@ class ReplayableTopK:
 
 
 def router_with_choice(router: type, choice: Callable[[MegatronModule], ReplayableTopK]) -> type:
-    """Return a router class that chooses its experts with ``choice`` of the router."""
+    """Return a subclass of ``router`` that chooses its experts with the result of ``choice(router)``."""
 
     class RouterWithChoice(router):  # type: ignore[misc]
         """Megatron's router."""

@@ -43,9 +43,8 @@ def vision_model(config: McaModelConfig, dtype: torch.dtype) -> HfModel:
         )
     with no_init_weights():
         model: HfModel = transformers.AutoModel.from_config(config_without_text, dtype=dtype)
-    for (
-        parameter
-    ) in model.parameters():  # Voxtral builds its table of positions in fp32, files have it in bf16
+    # Voxtral builds its position embeddings in fp32; files have them in the dtype of all others
+    for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     family = get_family(config.model_type).vision
     assert family is not None, "a model with a vision configuration has a vision model"
