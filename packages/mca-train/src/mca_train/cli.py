@@ -19,9 +19,7 @@ from mca_train.tasks.task import Task
 
 if TYPE_CHECKING:
     from argparse import Namespace
-
-
-_REQUIRED_KEYS = dict.fromkeys(("data", "tokenize"), {"output_dir": "unwritten"})
+_REQUIRED_KEYS = {command: {"output_dir": "unwritten"} for command in ("data", "tokenize")}
 """Values of required keys that a command does not use."""
 
 
