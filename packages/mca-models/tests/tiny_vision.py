@@ -6,7 +6,10 @@ from typing import Any
 import tiny_hf
 import torch
 import transformers
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
+# transformers 5.24's Llama 4 reads it from the output of its text model, which has none
+MoeCausalLMOutputWithPast.image_outputs = None
 transformers.AutoModelForMultimodalLM.register(  # which has the others
     transformers.AudioFlamingo3Config, transformers.AudioFlamingo3ForConditionalGeneration, exist_ok=True
 )
