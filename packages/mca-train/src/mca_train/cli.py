@@ -19,6 +19,8 @@ from mca_train.tasks.task import Task
 
 if TYPE_CHECKING:
     from argparse import Namespace
+_REQUIRED_KEYS = {command: {"output_dir": "unwritten"} for command in ("data", "tokenize")}
+"""Values of required keys that a command does not use."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -67,6 +69,7 @@ def _run(known: Program, words: list[str]) -> int:
     from mca_train.run.settings import load_values
 
     values, where = load_values(config, overrides)
+    values = {**_REQUIRED_KEYS.get(command, {}), **values}
     is_rank = started_by_launcher() and command != "plan"
     if not is_rank:
         one_thread_until_forked()  # before torch is imported below

@@ -28,7 +28,7 @@ def _own_cache(tmp_path, monkeypatch):
 def test_texts_that_are_tokenized_train_on_the_same_blocks(run, tmp_path, capsys):
     file = tmp_path / "texts.jsonl"
     file.write_text("".join(json.dumps({"text": "word " * n}) + "\n" for n in range(9)))
-    path = run(train_file=str(file), seq_length=16)
+    path = run(train_file=str(file), seq_length=16, output_dir=...)
     assert main(["tokenize", path, "--output_prefix", str(tmp_path / "new" / "out" / "corpus")]) == 0
     assert "corpus.idx: 8 documents, 188 tokens" in capsys.readouterr().out
     assert sorted(p.name for p in (tmp_path / "new" / "out").iterdir()) == ["corpus.bin", "corpus.idx"]
@@ -59,7 +59,7 @@ def test_what_is_tokenized_for_a_model_that_sees_has_no_images_and_no_placeholde
     run, tmp_path, monkeypatch, capsys
 ):
     file, prefix = tmp_path / "texts.jsonl", str(tmp_path / "corpus")
-    path = run(train_file=str(file), seq_length=16)
+    path = run(train_file=str(file), seq_length=16, output_dir=...)
     mark = byte_tokenizer().convert_tokens_to_ids("<|im_end|>")
     seeing = SimpleNamespace(vision_fields={"image_token_id": mark})
     monkeypatch.setattr(data_commands, "model_config", lambda model: seeing)

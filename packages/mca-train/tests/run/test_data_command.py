@@ -42,7 +42,7 @@ def test_a_mixture_pairs_and_a_stream(run, tmp_path, capsys):
     texts = jsonl(tmp_path / "texts.jsonl", [{"text": "abc"}] * 40)
     stream = {"train_file": texts, "streaming": True, "max_steps": 1, "max_train_samples": 5}
     with patch("mca_train.tasks.load.load_rows", side_effect=AssertionError("reads all rows")):
-        assert main(["data", "pretrain", run(**stream)]) == 0
+        assert main(["data", "pretrain", run(**stream, output_dir=...)]) == 0
     out = capsys.readouterr().out
     assert "streaming: the first 5 rows\n" in out
     assert "1 sample, 20 tokens" in out
