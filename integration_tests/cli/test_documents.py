@@ -21,7 +21,7 @@ import pytest
 
 import forked_cli
 from harness import run_ranks
-from pages import BLOCK, not_printed, printed_in
+from pages import BLOCK, ON_TWO_RANKS, not_printed, printed_in, split_at
 from train_cases import tiny_checkpoint
 
 pytestmark = pytest.mark.ranks
@@ -33,11 +33,10 @@ PAGES = [
     for path in sorted(ROOT.glob(pattern))
 ]
 ELSEWHERE = {
-    "docs/reinforcement_learning.md": "test_reinforcement_learning.py runs it, on two ranks",
     "docs/contribute.md": "its commands are tests, which run anyway, and test_add_a_layer.py runs its example",
 }
-RUN_UP_TO = {"docs/vision.md": "\n## Videos\n"}
-"""Headings from which test_quick_starts.py plans the runs of a page, and the examples that it shows are run."""
+PARTS_ELSEWHERE = {"docs/vision.md": ("\n## Videos\n", ""), "docs/python.md": ON_TWO_RANKS}
+"""Headings between which a page is not run here: test_quick_starts.py plans those of vision.md."""
 EXAMPLE_SECONDS = 120
 """Of a processor, for all commands of an example: each job is promised to take a minute on two of them.
 
@@ -76,8 +75,10 @@ _SMALL_FLAGS = _SMALL | {"max_steps": 6, "nproc-per-node": 4}  # over those of t
 
 
 def _blocks(page: Path) -> Iterator[tuple[str, str]]:
-    text, end = page.read_text(), RUN_UP_TO.get(str(page.relative_to(ROOT)))
-    yield from BLOCK.findall(text.partition(end)[0] if end else text)
+    text = page.read_text()
+    if headings := PARTS_ELSEWHERE.get(str(page.relative_to(ROOT))):
+        _, text = split_at(text, *headings)
+    yield from BLOCK.findall(text)
 
 
 def _commands(text: str) -> Iterator[str]:

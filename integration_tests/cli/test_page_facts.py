@@ -81,9 +81,7 @@ def test_versions_of_the_install_page_are_those_of_the_lock_and_the_packages():
         for each in models["megatron"] + models["te"]
         if ">=" in each
     )
-    shown = {
-        cells[0]: cells[1:] for cells in rows(DOCS / "get_started.md", "| | first | second | accepted |")
-    }
+    shown = {cells[0]: cells[1:] for cells in rows(DOCS / "index.md", "| | first | second | accepted |")}
     assert (
         shown.pop("Python")[2] == f"{_project('mca-models')['requires-python'].removeprefix('>=')} or later"
     )
@@ -97,7 +95,7 @@ def test_versions_of_the_install_page_are_those_of_the_lock_and_the_packages():
 
 
 def test_extras_of_the_install_page_are_those_of_mca_train():
-    shown = [cells[0] for cells in rows(DOCS / "get_started.md", "| extra of `mca-train` | adds |")]
+    shown = [cells[0] for cells in rows(DOCS / "index.md", "| extra of `mca-train` | adds |")]
     assert sorted(re.findall(r"`(\w+)`", " ".join(shown))) == sorted(
         _project("mca-train")["optional-dependencies"]
     )

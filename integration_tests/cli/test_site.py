@@ -131,12 +131,12 @@ JOINED = {
     "contribute.md": 1710,
     "convert.md": 1300,
     "data.md": 1000,
-    "get_started.md": 750,
     "help.md": 1000,
+    "index.md": 1100,
     "launch.md": 900,
     "other_programs.md": 1900,
     "plan.md": 1000,
-    "reinforcement_learning.md": 1200,
+    "python.md": 1700,
 }
 """Words of the pages with several subjects, each below its own heading."""
 

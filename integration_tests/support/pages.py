@@ -5,11 +5,24 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+ON_TWO_RANKS = ("\n## Reinforcement learning\n", "\n## Python reference\n")
+"""Headings of docs/python.md between which test_reinforcement_learning.py runs the examples, on two ranks."""
 _UNITS = {"min", "ms", "us", "KB", "MB", "GB", "MiB", "GiB"}
 
 
 def blocks(page: Path, language: str) -> list[str]:
     return [text for found, text in BLOCK.findall(page.read_text()) if found == language]
+
+
+def split_at(text: str, start: str, end: str) -> tuple[str, str]:
+    """Return the text between two headings, and the text before and after it; no ``end``: to the end of the page.
+
+    Raises:
+        ValueError: a heading is not in the text.
+    """
+    first = text.index(start)
+    last = text.index(end, first) if end else len(text)
+    return text[first:last], text[:first] + text[last:]
 
 
 def printed_in(page: str, heading: str) -> str:

@@ -1,4 +1,4 @@
-"""The page on reinforcement learning and its example run; losses of log-probabilities are those of cross entropies."""
+"""The examples of docs/python.md on RL run; losses of log-probabilities are those of cross entropies."""
 
 import importlib.util
 import json
@@ -13,7 +13,7 @@ from torch import Tensor
 from harness import run_ranks
 from mca_config.errors import McaError
 from mca_models.megatron.log_probs.vocabulary import TokenValues
-from pages import blocks
+from pages import BLOCK, ON_TWO_RANKS, split_at
 from reference import make_reference
 from source_tree import ROOT
 from train_cases import history, make_trainer, quietly, samples
@@ -22,11 +22,13 @@ pytestmark = pytest.mark.ranks
 
 
 def run_page(path: Path, folder: Path) -> dict[str, Any]:
-    """Run all examples of the page, one after the other, on every rank."""
+    """Run all examples of the part on reinforcement learning, one after the other, on every rank."""
     os.chdir(folder)
     names: dict[str, Any] = {"path": path, "engine": {}}
-    for text in blocks(ROOT / "docs" / "reinforcement_learning.md", "python"):
-        exec(compile(text, "example", "exec"), names)
+    part, _ = split_at((ROOT / "docs" / "python.md").read_text(), *ON_TWO_RANKS)
+    for language, text in BLOCK.findall(part):
+        if language == "python":
+            exec(compile(text, "example", "exec"), names)
     return {"tensors": len(names["engine"]), "zeros": int((names["found"].log_probs == 0).sum())}
 
 
