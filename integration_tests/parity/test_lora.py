@@ -12,14 +12,15 @@ from cases import Case, as_params, group_by_layout, needed
 from harness import run_ranks
 from layouts import arguments
 from lora_cases import CASES
-from lora_training import adapter_of, loaded_logits, tokens, train_megatron
+from lora_training import LEARNING_RATE, adapter_of, loaded_logits, tokens, train_megatron
 from reference import make_reference
 
 pytestmark = [pytest.mark.ranks, pytest.mark.one_fork]
 
 
 TOLERANCE = 1e-4
-
+TRAINED = 20 * TOLERANCE
+"""Of logits after training: weights of Gemma 2 that are 4e-6 apart, with steps of 2e-3, give logits 1.1e-3 apart."""
 
 Logits = dict[str, torch.Tensor]
 Found = dict[Case, tuple[list[Logits | str], Path]]
@@ -105,11 +106,14 @@ def test_training_equals_peft(case: Case, theirs: dict[str, dict[str, Any]], our
         for name in ("before", "merged", "unmerged"):
             assert float((found[name] - right["before"]).abs().max()) <= TOLERANCE, name
         for name in ("after", "unloaded", "loaded"):
-            assert float((found[name] - right["after"]).abs().max()) <= 10 * TOLERANCE, name
+            assert float((found[name] - right["after"]).abs().max()) <= TRAINED, name
         assert torch.equal(found["unmerged"], found["before"])
     reloaded = loaded_logits(right["base"], saved / "peft")
-    assert float((reloaded - right["after"]).abs().max()) <= 10 * TOLERANCE
+    assert float((reloaded - right["after"]).abs().max()) <= TRAINED
     written, reference = (
         load_file(f / "adapter_model.safetensors") for f in (saved / "peft", right["trained"])
     )
     assert written.keys() == reference.keys()
+    # Adam turns the rounding of tiny gradients into parts of a step; the three steps move each weight by up to 6e-3
+    apart = {name: float((written[name] - reference[name]).abs().max()) for name in written}
+    assert max(apart.values()) < LEARNING_RATE / 2, apart
