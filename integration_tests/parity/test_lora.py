@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.one_fork]
 
 TOLERANCE = 1e-4
 TRAINED = 20 * TOLERANCE
-"""Of logits after training: weights of Gemma 2 that are 4e-6 apart, with steps of 2e-3, give logits 1.1e-3 apart."""
+"""Bound for logits after training: weights of Gemma 2 that are 4e-6 apart give logits that are 1.1e-3 apart."""
 
 Logits = dict[str, torch.Tensor]
 Found = dict[Case, tuple[list[Logits | str], Path]]
