@@ -368,7 +368,8 @@ def explain_shortage(
         adapted: Input of the plans with an adapter of rank `LORA_RANK`; None: the run cannot train one.
     """
     least = min(
-        (need for _, need in _layouts(plan_input, training, batch, gpus, hardware, allowed)), default=None
+        (need for _, need in _smallest_layouts(plan_input, training, batch, gpus, hardware, allowed)),
+        default=None,
     )
     if least is None:
         return (
@@ -379,7 +380,7 @@ def explain_shortage(
     usable = hardware.device.usable_gib
 
     def fits(changed: PlanInput, args: "TrainingArguments", times: int = 1) -> bool:
-        found = _layouts(changed, args, batch * times, gpus * times, hardware, allowed)
+        found = _smallest_layouts(changed, args, batch * times, gpus * times, hardware, allowed)
         return any(need <= usable * GIB and has_room() for has_room, need in found)
 
     too_large = least > usable * GIB
@@ -421,7 +422,7 @@ def _halved(plan_input: PlanInput) -> Iterator[PlanInput]:
         length //= 2
 
 
-def _layouts(
+def _smallest_layouts(
     plan_input: PlanInput,
     training: "TrainingArguments",
     batch: int,
