@@ -132,7 +132,7 @@ def test_keys_that_pages_set_exist(page):
 
 
 def test_the_page_on_monitoring_has_the_metrics_of_all_jobs_and_no_others():
-    page = (DOCS / "launch.md").read_text().partition("## Metrics\n")[2]
+    page = (DOCS / "scale.md").read_text().partition("## Metrics\n")[2]
     shown = {
         name for line in page.splitlines() for name in re.findall(r"`([\w/]+)`", line.partition(" | ")[0])
     }

@@ -18,7 +18,7 @@ from source_tree import ROOT
 FILE = re.compile(r"# (\w+\.yaml)\n(?:# on (\d+) x H100 80 GB\n)?")
 BY_FLAGS = re.compile(r"^\$ mca-train (\w+ --.*)  # on (\d+) x H100 80 GB$", re.MULTILINE)
 ELSEWHERE = {
-    "plan.md": "its file is planned on the page, and does not fit there",
+    "scale.md": "its file is planned on the page, and does not fit there",
 }
 KINDS = ("pretrain", "sft", "dpo", "kto", "reward", "classify")
 

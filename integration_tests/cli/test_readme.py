@@ -113,7 +113,6 @@ def test_flags_of_mca_convert_exist():
 
 KIND_OF = {
     "mixture": "sft",
-    "lora": "sft",
     "images": "sft",
     "clips": "sft",
     "audio": "sft",

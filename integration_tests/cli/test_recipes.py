@@ -62,7 +62,7 @@ def test_a_recipe_fits_and_needs_what_it_says(name):
 
 @pytest.mark.qualify
 def test_the_table_of_the_page_on_memory_is_what_the_planner_says():
-    """Plan each row of docs/plan.md; the picture is drawn from them."""
+    """Plan each row of docs/scale.md; the picture is drawn from them."""
     pictures = _tool("concept_pictures")
     page = pictures.MEMORY_PAGE.read_text()
     run = yaml.safe_load(page.partition("```yaml\n")[2].partition("```")[0])

@@ -1,7 +1,9 @@
 """Every language model of transformers is supported or refused by name, and the documentation says so."""
 
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from mca_config.reference import update_document
 from mca_models.templates import FAMILIES, config_from_hf, page
 from mca_models.templates.catalog import REFUSED, SUPPORTED
 
-DOCUMENT = Path(__file__).parents[4] / "docs" / "families.md"
+DOCS = Path(__file__).parents[4] / "docs"
 
 
 def test_every_causal_language_model_of_transformers_has_a_line() -> None:
@@ -64,13 +66,27 @@ assert files & sys.modules.keys() == {"mca_models.templates.phi"}
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_the_documented_families_are_those_of_the_catalog() -> None:
-    text = DOCUMENT.read_text()
-    assert update_document(text, page.TABLES) == text, (
-        "run: python -m mca_models.templates.page docs/families.md"
-    )
-    assert page.supported_table() in text and page.refused_table() in text
-    assert update_document(text.replace("| `llama` |", "| `lama` |"), page.TABLES) == text
+@pytest.mark.parametrize(
+    ("name", "table", "kind"),
+    [
+        ("families.md", page.supported_table, "llama"),
+        ("reference/unsupported_types.md", page.refused_table, "rwkv"),
+    ],
+)
+def test_the_documented_families_are_those_of_the_catalog(
+    name: str, table: Callable[[], str], kind: str
+) -> None:
+    text = (DOCS / name).read_text()
+    assert update_document(text, page.TABLES) == text, f"run: python -m mca_models.templates.page docs/{name}"
+    assert table() in text
+    assert update_document(text.replace(f"`{kind}`", "`lama`"), page.TABLES) == text
+
+
+def test_examples_of_unsupported_families_are_in_the_catalog() -> None:
+    section = (DOCS / "families.md").read_text().partition("\n## Not supported\n")[2].partition("\n## ")[0]
+    examples = re.findall(r"`([\w-]+)`", section.partition("|---|---|\n")[2])
+    assert len(examples) > 15
+    assert set(examples) <= REFUSED.keys()
 
 
 @pytest.mark.parametrize("kind", ["rwkv", "bert", "hy_v4"])

@@ -1,6 +1,7 @@
-"""The tables of `docs/families.md`, made from the catalog of families.
+"""Tables of supported and unsupported families in the documentation, made from the catalog of families.
 
-Run as ``python -m mca_models.templates.page docs/families.md``; a test says when that is due.
+Run ``python -m mca_models.templates.page docs/families.md docs/reference/unsupported_types.md``; a test fails when that
+is needed.
 """
 
 from collections.abc import Iterable
@@ -12,9 +13,10 @@ from mca_models.templates.catalog import REFUSED, SUPPORTED
 
 def supported_table() -> str:
     """Return the table of supported families; similar families share a line."""
-    lines = ["| `model_type` | what sets it apart | layers |", "|---|---|---|"]
-    for (apart, layers), kinds in groupby(SUPPORTED, key=SUPPORTED.__getitem__):
-        lines.append(f"| {_names(kinds)} | {apart} | {layers} |")
+    lines = ["| `model_type` | what sets it apart |", "|---|---|"]
+    lines += [
+        f"| {_names(kinds)} | {apart} |" for apart, kinds in groupby(SUPPORTED, key=SUPPORTED.__getitem__)
+    ]
     return "\n".join(lines)
 
 
