@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mca_config.errors import HfConfigError, McaError
-from mca_config.model.fields import DEFAULTS, SECTIONS
+from mca_config.model import DEFAULTS, SECTIONS
 from mca_config.model_config import McaModelConfig, require_ranges
 from mca_config.types import JsonObject, Typed, Values
 from mca_models.templates.composite_config import QUANTIZATION, TEXT_ONLY, CompositeConfig
