@@ -115,7 +115,6 @@ KIND_OF = {
     "mixture": "sft",
     "images": "sft",
     "clips": "sft",
-    "tokens": "pretrain",
     "indexed": "pretrain",
 }
 """The kind of run that a file is for, where its name does not say so."""
