@@ -8,8 +8,7 @@ from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.templates.catalog import unsupported
 from mca_models.templates.classification_head import head_from_hf, head_to_hf
-from mca_models.templates.composite_config import without_quantization
-from mca_models.templates.config_table import HfConfig
+from mca_models.templates.config_table import HfConfig, without_quantization
 from mca_models.templates.family import Family
 
 __all__ = ["FAMILIES", "Family", "config_from_hf", "config_to_hf", "get_family"]

@@ -16,12 +16,12 @@ from mca_models.templates.config_table import (
     Field,
     Fixed,
     HfConfig,
+    Lens,
     dense_fields,
     norm_epsilon,
     read_rope,
 )
 from mca_models.templates.family import Family, by_type
-from mca_models.templates.lens import Lens
 from mca_models.templates.parts.common import dense_layers, inner, renamed
 from mca_models.templates.parts.rope import FULL, LLAMA3, SLIDING, write_layer_types
 from mca_models.templates.parts.sliding_window import write_window

@@ -13,10 +13,11 @@ from mca_models.templates.config_table import (
     Field,
     Fixed,
     HfConfig,
+    Lens,
     dense_fields,
+    is_moe_layer,
 )
 from mca_models.templates.family import Family, by_type
-from mca_models.templates.lens import Lens, is_moe_layer
 from mca_models.templates.parts.common import attention, gated_qkv, in_fp32, renamed
 from mca_models.templates.parts.moe import (
     NORMALISED,

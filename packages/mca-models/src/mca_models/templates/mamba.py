@@ -14,11 +14,13 @@ from mca_models.templates.config_table import (
     Field,
     Fixed,
     HfConfig,
+    Lens,
     dense_fields,
+    is_mamba_layer,
+    is_moe_layer,
     read_rope,
 )
 from mca_models.templates.family import Family, by_type
-from mca_models.templates.lens import Lens, is_mamba_layer, is_moe_layer
 from mca_models.templates.parts.common import dense_mlp, embedding, head, renamed
 from mca_models.templates.parts.mamba import (
     BAMBA,

@@ -7,9 +7,8 @@ from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
 from mca_models.templates import get_family
-from mca_models.templates.config_table import HfConfig, dense_fields, head_dim
+from mca_models.templates.config_table import HfConfig, Lens, dense_fields, head_dim
 from mca_models.templates.family import Family, by_type
-from mca_models.templates.lens import Lens
 from mca_models.templates.parts.moe import TRANSPOSED, expert_fields, sparse_layers, write_sparse
 from mca_models.templates.parts.names import FUSED
 from mca_models.templates.parts.qwen_tower import (

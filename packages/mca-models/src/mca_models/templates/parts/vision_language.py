@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from mca_config.model_config import McaModelConfig
+from mca_models.templates.config_table import TextFamilyTable
 from mca_models.templates.family import Family
 from mca_models.templates.parts.vision_tower import NestedTextConfig, VisionModel
-from mca_models.templates.text_families import TextFamilyTable
 from mca_models.weights import Param
 
 
