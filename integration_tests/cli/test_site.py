@@ -10,6 +10,8 @@ from types import SimpleNamespace
 
 import yaml
 
+from mca_config.reference import update_document
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -73,6 +75,14 @@ def test_the_page_of_commands_is_what_they_say(monkeypatch):
     assert "--dry_run" in text
     assert "--checkpoint_path" in text
     assert text == tool.PAGE.read_text(), "uv run tools/commands_page.py"
+
+
+def test_the_documented_families_are_those_of_the_catalog():
+    tool = _tool("families_page")
+    text = tool.PAGE.read_text()
+    assert update_document(text, tool.TABLES) == text, "uv run tools/families_page.py"
+    assert tool.supported_table() in text and tool.refused_table() in text
+    assert update_document(text.replace("| `llama` |", "| `lama` |"), tool.TABLES) == text
 
 
 def test_the_pictures_of_the_documents_are_those_of_the_tool():

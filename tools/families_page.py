@@ -1,13 +1,13 @@
-"""The tables of `docs/families.md`, made from the catalog of families.
-
-Run as ``python -m mca_models.templates.page docs/families.md``; a test says when that is due.
-"""
+"""Write the tables of docs/families.md from the catalog of families. Run as ``uv run tools/families_page.py``."""
 
 from collections.abc import Iterable
 from itertools import groupby
+from pathlib import Path
 
-from mca_config.reference import Tables, update_files
+from mca_config.reference import Tables, update_document
 from mca_models.templates.catalog import REFUSED, SUPPORTED
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "families.md"
 
 
 def supported_table() -> str:
@@ -35,4 +35,4 @@ def _names(kinds: Iterable[str]) -> str:
 
 
 if __name__ == "__main__":
-    update_files(TABLES)
+    PAGE.write_text(update_document(PAGE.read_text(encoding="utf-8"), TABLES), encoding="utf-8")
