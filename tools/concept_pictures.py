@@ -1,7 +1,7 @@
 """Draw the pictures of the documents into docs/pictures. Run as ``uv run tools/concept_pictures.py``.
 
 Ranks and stages are those of `mca_config.RankGrid` and `mca_config.pipeline_plan`, passes those of the planner's
-schedule, and memory that of the table in docs/plan.md, which a test compares with the planner.
+schedule, and memory that of the table in docs/scale.md, which a test compares with the planner.
 """
 
 import re
@@ -259,12 +259,12 @@ def schedule() -> Drawing:
     return picture
 
 
-MEMORY_PAGE = FOLDER.parent / "plan.md"
+MEMORY_PAGE = FOLDER.parent / "scale.md"
 _MEMORY = ("weights", "gradients", "optimizer", "activations")
 
 
 def memory_rows() -> list[tuple[str, list[float]]]:
-    """Return the keys and the GiB of each row of the table in docs/plan.md."""
+    """Return the keys and the GiB of each row of the table in docs/scale.md."""
     table = MEMORY_PAGE.read_text(encoding="utf-8").partition("<!-- memory of qwen3-8b -->")[2]
     rows = re.findall(r"^\| (.+?) ((?:\| [\d.]+ ){5})\|$", table.partition("<!-- end")[0], re.MULTILINE)
     return [(keys, [float(cell) for cell in cells.split("|") if cell.strip()]) for keys, cells in rows]

@@ -1,4 +1,7 @@
-"""Write the tables of docs/families.md from the catalog of families. Run as ``uv run tools/families_page.py``."""
+"""Write the tables of supported and unsupported families in the documentation from the catalog of families.
+
+Run as ``uv run tools/families_page.py``.
+"""
 
 from collections.abc import Iterable
 from itertools import groupby
@@ -7,14 +10,16 @@ from pathlib import Path
 from mca_config.reference import Tables, update_document
 from mca_models.templates.catalog import REFUSED, SUPPORTED
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "families.md"
+_DOCS = Path(__file__).resolve().parent.parent / "docs"
+PAGES = (_DOCS / "families.md", _DOCS / "reference" / "unsupported_types.md")
 
 
 def supported_table() -> str:
     """Return the table of supported families; similar families share a line."""
-    lines = ["| `model_type` | what sets it apart | layers |", "|---|---|---|"]
-    for (apart, layers), kinds in groupby(SUPPORTED, key=SUPPORTED.__getitem__):
-        lines.append(f"| {_names(kinds)} | {apart} | {layers} |")
+    lines = ["| `model_type` | what sets it apart |", "|---|---|"]
+    lines += [
+        f"| {_names(kinds)} | {apart} |" for apart, kinds in groupby(SUPPORTED, key=SUPPORTED.__getitem__)
+    ]
     return "\n".join(lines)
 
 
@@ -35,4 +40,5 @@ def _names(kinds: Iterable[str]) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(update_document(PAGE.read_text(encoding="utf-8"), TABLES), encoding="utf-8")
+    for page in PAGES:
+        page.write_text(update_document(page.read_text(encoding="utf-8"), TABLES), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Write recipes/*.yaml and the table of docs/plan.md: layouts that fit and are predicted to be fast.
+"""Write recipes/*.yaml and the table of docs/scale.md: layouts that fit and are predicted to be fast.
 
 Run ``uv run tools/recipes_page.py NAME ...`` to search the layouts of recipes again (a minute each; ``all``: every
 one), and without names to write the table from the files. A file holds a complete run and, at its top, the prediction.
@@ -21,7 +21,7 @@ import yaml
 from mca_config.reference import update_document
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE, FOLDER = ROOT / "docs" / "plan.md", ROOT / "recipes"
+PAGE, FOLDER = ROOT / "docs" / "scale.md", ROOT / "recipes"
 _CONFIGS = (ROOT / "tools" / "recipes", ROOT / "packages" / "mca-models" / "tests" / "data" / "configs")
 _DEVICE = "h100-80"
 _GIB = 1 << 30

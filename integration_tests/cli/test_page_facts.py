@@ -13,7 +13,7 @@ from mca_models.templates import FAMILIES
 from mca_models.templates.parts.clip_tower import unused_states
 from mca_models.templates.parts.vision_tower import VisionModel
 from mca_train.reference.keys import Key, task_keys
-from mca_train.tasks.table import TASKS
+from mca_train.tasks import TASKS
 from source_tree import ROOT, SOURCES
 
 DOCS = ROOT / "docs"
@@ -132,7 +132,7 @@ def test_keys_that_pages_set_exist(page):
 
 
 def test_the_page_on_monitoring_has_the_metrics_of_all_jobs_and_no_others():
-    page = (DOCS / "launch.md").read_text().partition("## Metrics\n")[2]
+    page = (DOCS / "scale.md").read_text().partition("## Metrics\n")[2]
     shown = {
         name for line in page.splitlines() for name in re.findall(r"`([\w/]+)`", line.partition(" | ")[0])
     }

@@ -18,7 +18,7 @@ from source_tree import ROOT
 FILE = re.compile(r"# (\w+\.yaml)\n(?:# on (\d+) x H100 80 GB\n)?")
 BY_FLAGS = re.compile(r"^\$ mca-train (\w+ --.*)  # on (\d+) x H100 80 GB$", re.MULTILINE)
 ELSEWHERE = {
-    "plan.md": "its file is planned on the page, and does not fit there",
+    "scale.md": "its file is planned on the page, and does not fit there",
 }
 KINDS = ("pretrain", "sft", "dpo", "kto", "reward", "classify")
 
@@ -81,7 +81,7 @@ def needs(kind: str, file: Path | None, flags: list[str], gpus: int) -> tuple[in
     from mca_train.run.plan_input import make_image_check, make_plan_input, planned_media
     from mca_train.run.rules import check
     from mca_train.run.settings import load_values, make_settings
-    from mca_train.tasks.table import TASKS
+    from mca_train.tasks import TASKS
 
     values, where = load_values(file, flags)
     if values.pop("bf16", None):

@@ -113,7 +113,6 @@ def test_flags_of_mca_convert_exist():
 
 KIND_OF = {
     "mixture": "sft",
-    "lora": "sft",
     "images": "sft",
     "clips": "sft",
     "audio": "sft",
@@ -130,7 +129,7 @@ CONFIGURED = [
 @pytest.mark.parametrize("page", CONFIGURED, ids=lambda page: page.name)
 def test_configuration_files_are_accepted(page, tmp_path, monkeypatch):
     from mca_train.run.settings import load_values, make_settings
-    from mca_train.tasks.table import TASKS
+    from mca_train.tasks import TASKS
 
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     for text in [text for text in blocks(page, "yaml") if re.match(r"# (\w+)\.yaml\n", text)]:

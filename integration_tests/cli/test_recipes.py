@@ -36,7 +36,7 @@ def test_every_file_is_a_recipe_and_the_page_has_a_row_for_each():
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_is_accepted_by_its_job(name):
     from mca_train.run.settings import make_settings
-    from mca_train.tasks.table import TASKS
+    from mca_train.tasks import TASKS
 
     model, job, path = RECIPES[name]
     text = path.read_text()
@@ -62,7 +62,7 @@ def test_a_recipe_fits_and_needs_what_it_says(name):
 
 @pytest.mark.qualify
 def test_the_table_of_the_page_on_memory_is_what_the_planner_says():
-    """Plan each row of docs/plan.md; the picture is drawn from them."""
+    """Plan each row of docs/scale.md; the picture is drawn from them."""
     pictures = _tool("concept_pictures")
     page = pictures.MEMORY_PAGE.read_text()
     run = yaml.safe_load(page.partition("```yaml\n")[2].partition("```")[0])

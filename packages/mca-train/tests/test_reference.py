@@ -22,7 +22,7 @@ from mca_train.reference.keys import (
     value_placeholder,
 )
 from mca_train.reference.program import program
-from mca_train.tasks.table import TASKS
+from mca_train.tasks import TASKS
 
 KINDS = sorted(TASKS)
 

@@ -1,7 +1,9 @@
 """Every language model of transformers is supported or refused by name, and the documentation says so."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from transformers.models.auto import modeling_auto
@@ -11,6 +13,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from mca_config.errors import McaError
 from mca_models.templates import FAMILIES, config_from_hf
 from mca_models.templates.catalog import REFUSED, SUPPORTED
+
+DOCS = Path(__file__).parents[4] / "docs"
 
 
 def test_every_causal_language_model_of_transformers_has_a_line() -> None:
@@ -58,6 +62,13 @@ get_family("phi")
 assert files & sys.modules.keys() == {"mca_models.templates.phi"}
 """
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_examples_of_unsupported_families_are_in_the_catalog() -> None:
+    section = (DOCS / "families.md").read_text().partition("\n## Not supported\n")[2].partition("\n## ")[0]
+    examples = re.findall(r"`([\w-]+)`", section.partition("|---|---|\n")[2])
+    assert len(examples) > 15
+    assert set(examples) <= REFUSED.keys()
 
 
 @pytest.mark.parametrize("kind", ["rwkv", "bert", "hy_v4"])

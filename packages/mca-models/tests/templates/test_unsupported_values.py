@@ -1,4 +1,4 @@
-"""Switches of ``config.json`` that families do not support are those that the page of families lists."""
+"""Switches of ``config.json`` that families do not support are those that the documentation lists."""
 
 import copy
 import fnmatch
@@ -14,7 +14,8 @@ import transformers
 from mca_config.errors import McaError
 from mca_models.templates import FAMILIES, config_from_hf
 
-PAGE = Path(__file__).parents[4] / "docs" / "families.md"
+DOCS = Path(__file__).parents[4] / "docs"
+PAGE = DOCS / "reference" / "unsupported_values.md"
 TEXT = [kind for kind, family in FAMILIES.items() if family.vision is None]
 GIVEN: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 6},
@@ -25,7 +26,7 @@ GIVEN: dict[str, dict[str, Any]] = {
 ROW = re.compile(r"^\| ([^|]+) \| `(\w+): (true|false)` \| [^|]+ \|$", re.MULTILINE)
 """A row about one switch: its families and its value."""
 SWITCH = re.compile(r"^\| (?!all \|)(.*?) \| `(\w+): (true|false)` \|", re.MULTILINE)
-"""The begin of such a row that does not name all families, in any section of the page."""
+"""The begin of such a row that does not name all families, in any section of a page."""
 
 
 @cache
@@ -57,9 +58,8 @@ def listed(cell: str, key: str) -> set[str]:
 
 def rows() -> dict[tuple[str, bool], set[str]]:
     """Return the families of each switch and value of the page."""
-    text = PAGE.read_text().partition("## Values that are not supported")[2].partition("| layout |")[0]
     found: dict[tuple[str, bool], set[str]] = defaultdict(set)
-    for cell, key, value in ROW.findall(text):
+    for cell, key, value in ROW.findall(PAGE.read_text()):
         if cell != "all":
             found[key, value == "true"] |= listed(cell, key)
     return found
@@ -72,4 +72,5 @@ def test_switches_that_the_page_lists_are_those_that_families_reject() -> None:
         if kinds != (found := rejecting(key, value, kinds))
     }
     assert not wrong, "listed but accepted; rejected but not listed"
-    assert set(rows()) == {(key, value == "true") for cell, key, value in SWITCH.findall(PAGE.read_text())}
+    pages = PAGE.read_text() + (DOCS / "families.md").read_text()
+    assert set(rows()) == {(key, value == "true") for cell, key, value in SWITCH.findall(pages)}

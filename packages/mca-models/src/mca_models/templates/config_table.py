@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Literal, Protocol
 
 from mca_config.errors import HfConfigError, McaError
-from mca_config.model.fields import DEFAULTS, SECTIONS
+from mca_config.model import DEFAULTS, SECTIONS
 from mca_config.model_config import McaModelConfig, require_ranges
 from mca_config.types import JsonObject, Typed, Values
 

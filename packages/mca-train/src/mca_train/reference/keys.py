@@ -19,7 +19,7 @@ from mca_config.types import Typed
 from mca_train.config.arguments import DataArguments, LaunchArguments, LoraArguments
 from mca_train.config.early_arguments import hf_fields
 from mca_train.config.renamed_options import RENAMED
-from mca_train.tasks.table import TASKS
+from mca_train.tasks import TASKS
 from mca_train.tasks.task import Task
 
 _CLEARER = {

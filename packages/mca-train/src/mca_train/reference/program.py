@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from mca_config.program import SHELLS, Command, Program
-from mca_train.tasks.table import TASKS
+from mca_train.tasks import TASKS
 from mca_train.tasks.task import Task
 
 if TYPE_CHECKING:

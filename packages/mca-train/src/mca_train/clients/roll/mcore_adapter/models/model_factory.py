@@ -25,7 +25,7 @@ from .media_inputs import UNCUT, MediaInputs
 from .router_replay import enable_router_replay
 
 if TYPE_CHECKING:
-    from mca_train.clients.roll.mcore_adapter.training_args import TrainingArguments
+    from mca_train.clients.roll.mcore_adapter import TrainingArguments
 
 __all__ = ["AutoModel", "McaGPTModel", "VirtualModels"]
 
