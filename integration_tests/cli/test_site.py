@@ -76,6 +76,15 @@ def test_the_page_of_commands_is_what_they_say(monkeypatch):
     assert "--dry_run" in text
     assert "--checkpoint_path" in text
     assert text == tool.PAGE.read_text(), "uv run tools/commands_page.py"
+    tables, _, commands = text.partition("<!-- commands -->")
+    for name in tool.COMMANDS:
+        section = commands.partition(f"### `{name}`\n")[2].partition("\n### ")[0]
+        flags = [(found[1], found[0]) for found in tool.FLAG.finditer(tool.help_text(name))]
+        named = {*re.findall(r"^  --(\w+)", section, re.MULTILINE), *re.findall(r"`--(\w+)`", section)}
+        assert {flag for flag, _ in flags} <= named
+        assert [
+            flag for flag, meaning in flags if f"| `{flag}` |" not in tables and meaning not in commands
+        ] == []
 
 
 @pytest.mark.parametrize(
