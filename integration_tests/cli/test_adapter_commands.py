@@ -127,7 +127,7 @@ def test_a_reward_adapter_with_its_head_resumes_and_is_loaded_by_peft(folder):
 def test_keys_without_effect_raise_an_error(folder, kind, changes, message):
     from mca_train.run.rules import check
     from mca_train.run.settings import make_settings
-    from mca_train.tasks.table import TASKS
+    from mca_train.tasks import TASKS
 
     values = {"model_name_or_path": "m", "train_file": "f", "output_dir": str(folder / "none"), **changes}
     with pytest.raises(ValueError) as error:

@@ -31,7 +31,7 @@ def test_kubernetes_takes_the_manifest(name):
 
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_the_pod_starts_a_run_that_goes_on_by_itself_and_has_time_to_save(name):
-    from mca_train.tasks.table import TASKS
+    from mca_train.tasks import TASKS
 
     pod = pod_of(MANIFESTS[name])
     (container,) = pod["containers"]

@@ -41,8 +41,7 @@ _ERRORS = """
 import json, sys, typing, dataclasses
 from types import SimpleNamespace
 from llamafactory.hparams import parser
-from mca_train.clients.options import client_arguments
-from mca_train.clients.unsupported import reject_unsupported
+from mca_train.clients.options import client_arguments, reject_unsupported
 from llamafactory.hparams.training_args import TrainingArguments
 run, names = json.loads(sys.argv[1])
 classes = [*parser._TRAIN_MCA_ARGS, TrainingArguments]

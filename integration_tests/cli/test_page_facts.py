@@ -12,7 +12,7 @@ from mca_models.templates import FAMILIES
 from mca_models.templates.parts.clip_tower import unused_states
 from mca_models.templates.parts.vision_tower import VisionModel
 from mca_train.reference.keys import Key, task_keys
-from mca_train.tasks.table import TASKS
+from mca_train.tasks import TASKS
 from source_tree import ROOT, SOURCES
 
 DOCS = ROOT / "docs"

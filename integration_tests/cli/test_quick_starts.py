@@ -74,7 +74,7 @@ def needs(kind: str, file: Path | None, flags: list[str], gpus: int) -> tuple[in
     from mca_train.run.plan_input import make_image_check, make_plan_input, planned_media
     from mca_train.run.rules import check
     from mca_train.run.settings import load_values, make_settings
-    from mca_train.tasks.table import TASKS
+    from mca_train.tasks import TASKS
 
     values, where = load_values(file, flags)
     if values.pop("bf16", None):

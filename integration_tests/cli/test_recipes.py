@@ -36,7 +36,7 @@ def test_every_file_is_a_recipe_and_the_page_has_a_row_for_each():
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_is_accepted_by_its_job(name):
     from mca_train.run.settings import make_settings
-    from mca_train.tasks.table import TASKS
+    from mca_train.tasks import TASKS
 
     model, job, path = RECIPES[name]
     text = path.read_text()

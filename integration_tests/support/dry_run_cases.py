@@ -118,7 +118,7 @@ def prepared(folder: Path, kind: str, changes: dict[str, Any], world_size: int) 
     """The checked run."""
     from mca_train.run.rules import check
     from mca_train.run.settings import make_settings
-    from mca_train.tasks.table import TASKS
+    from mca_train.tasks import TASKS
 
     values = {
         "model_name_or_path": str(folder),

@@ -183,7 +183,7 @@ def plan_and_dry_run(name: str, folder: Path) -> tuple[int, int]:
     from mca_train.run.plan_input import make_plan_input, planned_media
     from mca_train.run.rules import check
     from mca_train.run.settings import make_settings
-    from mca_train.tasks.table import TASKS
+    from mca_train.tasks import TASKS
 
     be_no_rank()
     model, requested, changes = REQUESTS[name]

@@ -422,7 +422,7 @@ def checked(name: str, folder: str) -> Any:
     """The checked run of a case."""
     from mca_train.run.rules import check
     from mca_train.run.settings import make_settings
-    from mca_train.tasks.table import TASKS
+    from mca_train.tasks import TASKS
 
     _, kind, world_size, _ = CASES[name]
     be_no_rank()

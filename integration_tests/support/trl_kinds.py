@@ -267,7 +267,7 @@ def mca_trainer(folder: Path, name: str, layout: str, sizes: dict[str, Any]) -> 
     from mca_train.run.rules import check
     from mca_train.run.settings import make_settings
     from mca_train.run.train import make_trainer
-    from mca_train.tasks.table import TASKS
+    from mca_train.tasks import TASKS
 
     logging.disable(logging.WARNING)
     kind = KINDS[name]

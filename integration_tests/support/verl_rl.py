@@ -275,8 +275,7 @@ def batch_errors(vision: Path) -> list[str]:
         vision: Directory of a Qwen2.5-VL.
     """
     from mca_models import config_from_hf
-    from mca_train.clients.verl.batches import sequences, token_values
-    from mca_train.clients.verl.media import sample_images
+    from mca_train.clients.verl.batches import sample_images, sequences, token_values
 
     document = json.loads((vision / "config.json").read_text())
     config = config_from_hf(document)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 
 import pytest
 
-from mca_config.model.fields import SECTIONS
+from mca_config.model import SECTIONS
 from source_tree import SOURCES, Source, nodes, under
 
 ROOT = "mca_models.megatron"

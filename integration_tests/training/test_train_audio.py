@@ -213,8 +213,8 @@ def _log_probs_and_stream(
     from mca_models.templates import config_from_hf
     from mca_train import McaTrainer
     from mca_train.data.image_rows import ImageReader
+    from mca_train.tasks import TASKS
     from mca_train.tasks.load import load_tokenized
-    from mca_train.tasks.table import TASKS
 
     class OfLogProbs(McaTrainer):
         token_values = TokenValues()

@@ -71,7 +71,7 @@ def _run_of(kit: Kit, name: str, changes: dict[str, Any]) -> Any:
     """The checked run of a configuration."""
     from mca_train.run.rules import check
     from mca_train.run.settings import make_settings
-    from mca_train.tasks.table import TASKS
+    from mca_train.tasks import TASKS
 
     folder = kit.scratch / name.replace(" ", "-")
     folder.mkdir()

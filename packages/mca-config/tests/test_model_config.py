@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mca_config import McaError, McaModelConfig, ParallelLayout
 from mca_config.errors import list_problems
-from mca_config.model.fields import SECTIONS, group_fields
+from mca_config.model import SECTIONS, group_fields
 
 DATA = Path(__file__).parent / "data"
 SIZES: dict[str, Any] = {

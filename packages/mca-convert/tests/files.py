@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from mca_config.layout import SIZE_FIELDS
-from mca_config.model.fields import SECTION_OF
+from mca_config.model import SECTION_OF
 from mca_convert.cli import main
 
 

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 from drawn_images import MARKS, draw, processor
 
 from mca_train.data.image_rows import ImageReader
+from mca_train.tasks import TASKS
 from mca_train.tasks.load import load_stream, load_tokenized
-from mca_train.tasks.table import TASKS
 
 ANSWER = {"role": "assistant", "content": "red"}
 

@@ -247,7 +247,7 @@ def test_the_backend_of_this_machine_may_be_named(run):
     from mca_models.megatron import platform
     from mca_train.run.rules import check
     from mca_train.run.settings import load_values, make_settings
-    from mca_train.tasks.table import TASKS
+    from mca_train.tasks import TASKS
 
     values, where = load_values(Path(run(ddp_backend=platform.backend())), [])
     settings = check(TASKS["sft"], make_settings(TASKS["sft"], values, where)).require().settings

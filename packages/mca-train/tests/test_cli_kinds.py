@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("own_threads")
 def test_a_metric_of_preferences_can_choose_the_best_model(run, tmp_path):
     from mca_train.run.rules import check
     from mca_train.run.settings import load_values, make_settings
-    from mca_train.tasks.table import TASKS
+    from mca_train.tasks import TASKS
 
     values, where = load_values(Path(run(metric_for_best_model="eval_rewards/margins")), [])
     pairs = check(TASKS["dpo"], make_settings(TASKS["dpo"], values, where))
@@ -60,7 +60,7 @@ def test_what_pairs_cannot_be_trained_with_is_told_before_reading(run, changes, 
 def test_a_reference_that_scores_is_no_language_model(run, kind, tmp_path):
     from mca_train.run.rules import check
     from mca_train.run.settings import load_values, make_settings
-    from mca_train.tasks.table import TASKS
+    from mca_train.tasks import TASKS
 
     (tmp_path / "reward").mkdir()
     path = Path(run(reference_model_name_or_path=str(tmp_path / "reward")))
@@ -76,7 +76,7 @@ def test_a_reference_that_scores_is_no_language_model(run, kind, tmp_path):
 def test_labels_without_names_are_those_of_the_model(run, tmp_path, capsys):
     from mca_train.run.rules import check
     from mca_train.run.settings import load_values, make_settings
-    from mca_train.tasks.table import TASKS
+    from mca_train.tasks import TASKS
 
     config = tmp_path / "model" / "config.json"
     names = json.dumps(

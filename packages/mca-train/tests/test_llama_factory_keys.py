@@ -8,7 +8,7 @@ import pytest
 from mca_config.errors import McaError
 from mca_config.reference import update_document
 from mca_train.clients.llama_factory_keys import DATA, FINETUNING, GROUPS, MEGATRON, MODEL, TABLES
-from mca_train.clients.unsupported import reject_unsupported
+from mca_train.clients.options import reject_unsupported
 
 CLIENT = {"stage": "sft", "finetuning_type": "full", "adapter_name_or_path": None}
 ARGS = {"do_train": True}

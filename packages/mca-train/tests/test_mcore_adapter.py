@@ -14,9 +14,8 @@ from mca_config.errors import McaError
 from mca_convert.cli import main as convert
 from mca_models.templates import config_from_hf, get_family
 from mca_train.cli import main
-from mca_train.clients.mcore_adapter.mcore_adapter.models.auto import ClientModels, client_name
-from mca_train.clients.options import client_arguments, translate
-from mca_train.clients.unsupported import reject_unsupported
+from mca_train.clients.mcore_adapter.mcore_adapter.models import ClientModels, client_name
+from mca_train.clients.options import client_arguments, reject_unsupported, translate
 
 CONFIGS = Path(__file__).parents[2] / "mca-models/tests/data/vision_configs"
 
@@ -243,7 +242,7 @@ def test_rope_fusion_has_no_effect_on_models_with_images(facade, tmp_path, monke
     from mca_models.megatron import platform
 
     monkeypatch.setattr(platform, "engine_problem", lambda: None)
-    auto = sys.modules["mcore_adapter.models.auto"]
+    auto = sys.modules["mcore_adapter.models"]
     monkeypatch.setattr(auto, "resolve_directory", Path)
     for mrope, kept in ((object(), None), (None, True)):
         config = SimpleNamespace(mrope=mrope)

@@ -333,7 +333,7 @@ def test_what_a_run_writes_down_has_the_images_of_the_plan(run, vision, capsys):
     from mca_train.run.record import make_record
     from mca_train.run.rules import check
     from mca_train.run.settings import make_settings
-    from mca_train.tasks.table import TASKS
+    from mca_train.tasks import TASKS
 
     vision()
     path = run(seq_length=256)

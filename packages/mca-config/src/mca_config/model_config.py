@@ -14,10 +14,10 @@ from typing import Literal, Self, TypeVar, cast
 from mca_config import _roll, fields, files
 from mca_config.errors import McaError, list_problems, raise_problems, with_location
 from mca_config.layout import ParallelLayout
+from mca_config.model import SECTION_OF, SECTIONS, group_fields
 from mca_config.model.attention import Attention, BlockSparseAttention, Dsa, Mla, SharedKv
 from mca_config.model.block import Block, Mlp, Norm
 from mca_config.model.embedding import Embedding, PerLayerEmbedding, Vision
-from mca_config.model.fields import SECTION_OF, SECTIONS, group_fields
 from mca_config.model.head import Mtp, OutputHead
 from mca_config.model.moe import Moe
 from mca_config.model.recurrent_layers import (

@@ -14,7 +14,7 @@ from mca_config.streams import safe_streams
 from mca_config.types import Values
 from mca_train.launch.failures import Stopped
 from mca_train.reference.program import program
-from mca_train.tasks.table import TASKS
+from mca_train.tasks import TASKS
 from mca_train.tasks.task import Task
 
 if TYPE_CHECKING:

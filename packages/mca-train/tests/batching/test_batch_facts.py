@@ -9,7 +9,6 @@ import torch
 
 from mca_config.errors import McaError
 from mca_train.batching import packing
-from mca_train.batching.kto_kl_pairs import KtoKlPairs
 from mca_train.batching.micro_batch import MicroBatch, StepBatch
 from mca_train.batching.packing import (
     OpenPacks,
@@ -28,6 +27,7 @@ from mca_train.batching.packing import (
 )
 from mca_train.batching.position import RunPosition
 from mca_train.batching.sampling import BatchShape, StepSampler, rank_samples
+from mca_train.trainer.kto import KtoKlPairs
 
 
 def test_rates_are_shares_of_packs_and_of_rows_padded_to_the_longest() -> None:

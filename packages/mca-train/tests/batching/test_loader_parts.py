@@ -16,7 +16,6 @@ from mca_config.errors import McaError, UsageError
 from mca_config.layout import ParallelLayout
 from mca_train import TokenDataset
 from mca_train.batching.collate import PadCollator
-from mca_train.batching.kto_kl_pairs import KtoKlPairs
 from mca_train.batching.packing import packing_multiple
 from mca_train.batching.position import RunPosition
 from mca_train.batching.sampling import (
@@ -28,6 +27,7 @@ from mca_train.batching.sampling import (
     require_steps,
 )
 from mca_train.trainer import loaders as module
+from mca_train.trainer.kto import KtoKlPairs
 from mca_train.trainer.loaders import Loaders, iterate_steps, resume_position
 
 DATA = [{"input_ids": torch.arange(3) + number} for number in range(12)]

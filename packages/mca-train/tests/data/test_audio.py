@@ -15,8 +15,8 @@ from mca_models.megatron.features.sequence_media import join_tensors
 from mca_train.data.audio_files import AudioFile
 from mca_train.data.image_rows import ImageReader
 from mca_train.data.row_paths import RowPaths
+from mca_train.tasks import TASKS
 from mca_train.tasks.load import load_stream, load_tokenized
-from mca_train.tasks.table import TASKS
 
 soundfile = pytest.importorskip("soundfile")
 pytest.importorskip("soxr")

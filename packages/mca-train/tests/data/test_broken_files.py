@@ -11,8 +11,8 @@ from tokenizers_for_tests import byte_tokenizer
 from mca_config.errors import McaError
 from mca_train.config.arguments import DataArguments
 from mca_train.data.files import translate_read_errors
+from mca_train.tasks import TASKS
 from mca_train.tasks.load import load_stream, load_tokenized
-from mca_train.tasks.table import TASKS
 
 ROWS = [{"text": f"row {n}", "prompt": f"{n}=", "completion": str(n)} for n in range(24)]
 LINES = [json.dumps(row).encode() for row in ROWS]

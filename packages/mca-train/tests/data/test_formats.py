@@ -9,8 +9,8 @@ from tokenizers_for_tests import REASONING, byte_tokenizer
 
 from mca_config.errors import McaError
 from mca_train.config.arguments import PairArguments
+from mca_train.tasks import TASKS
 from mca_train.tasks.load import load_stream, load_tokenized
-from mca_train.tasks.table import TASKS
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,8 @@ from gemma4_processors import gemma4_processors, gemma4_tokenizer, token_ids
 from mca_config.errors import McaError
 from mca_train.config.arguments import DataArguments
 from mca_train.data.image_rows import ImageReader
+from mca_train.tasks import TASKS
 from mca_train.tasks.load import load_tokenized
-from mca_train.tasks.table import TASKS
 
 soundfile = pytest.importorskip("soundfile")
 pytest.importorskip("soxr")

@@ -44,8 +44,8 @@ from mca_train.data.media_tokens import MediaTokens
 from mca_train.data.medium_tokens import Grid, MediaContext, expecting, load_processor
 from mca_train.data.video_files import VideoFacts
 from mca_train.data.video_tokens import PooledVideoTokens, SliceVideoTokens
+from mca_train.tasks import TASKS
 from mca_train.tasks.load import load_tokenized
-from mca_train.tasks.table import TASKS
 
 data_arguments = partial(DataArguments, model_name_or_path="m")
 

@@ -18,8 +18,8 @@ from mca_train.data.image_files import open_image
 from mca_train.data.image_rows import ImageRows
 from mca_train.data.placeholders import require_no_placeholders
 from mca_train.data.row_paths import RowPaths
+from mca_train.tasks import TASKS
 from mca_train.tasks.load import load_mixture, load_stream, load_tokenized
-from mca_train.tasks.table import TASKS
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 

@@ -24,9 +24,9 @@ from mca_train.data.image_files import open_image
 from mca_train.data.image_processors import image_tokens
 from mca_train.data.medium_tokens import Grid
 from mca_train.data.row_paths import RowPaths
+from mca_train.tasks import TASKS
 from mca_train.tasks.classify import Labels
 from mca_train.tasks.load import load_tokenized
-from mca_train.tasks.table import TASKS
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 

@@ -11,9 +11,9 @@ from image_samples import ANSWER, asked, load, placed, streamed, text
 from mca_config.errors import McaError
 from mca_models.megatron.features.sequence_media import MediaJoiner
 from mca_train.batching.collate import PadCollator, StepCollator
-from mca_train.batching.kto_kl_pairs import KtoKlPairs
 from mca_train.config.arguments import ClassifyArguments
 from mca_train.run.inputs import load_tokenizer
+from mca_train.trainer.kto import KtoKlPairs
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 

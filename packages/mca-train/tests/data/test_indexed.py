@@ -16,8 +16,8 @@ from mca_train.config.arguments import DataArguments
 from mca_train.data import indexed
 from mca_train.data.indexed import indexed_blocks, write_indexed
 from mca_train.run import data_commands
+from mca_train.tasks import TASKS
 from mca_train.tasks.load import load_mixture, load_tokenized
-from mca_train.tasks.table import TASKS
 
 
 @pytest.fixture(autouse=True)

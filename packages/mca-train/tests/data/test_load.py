@@ -10,8 +10,8 @@ from mca_train.config.arguments import PairArguments
 from mca_train.data.chat import tokenize_chat
 from mca_train.data.encoding import check_messages, tokenize_answer
 from mca_train.data.files import load_rows, open_dataset
+from mca_train.tasks import TASKS
 from mca_train.tasks.load import load_stream, load_tokenized
-from mca_train.tasks.table import TASKS
 
 
 @pytest.fixture(autouse=True)

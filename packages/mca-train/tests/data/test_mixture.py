@@ -12,8 +12,8 @@ from mca_train.config.arguments import DataArguments
 from mca_train.data.mixture import Mixture, shares
 from mca_train.data.sources import parse_sources
 from mca_train.data.token_dataset import TokenDataset
+from mca_train.tasks import TASKS
 from mca_train.tasks.load import load_mixture
-from mca_train.tasks.table import TASKS
 
 
 @pytest.fixture(autouse=True)

@@ -17,8 +17,8 @@ from mca_models.media import positions
 from mca_train.data.image_rows import ImageReader
 from mca_train.data.row_paths import RowPaths
 from mca_train.data.video_files import open_video
+from mca_train.tasks import TASKS
 from mca_train.tasks.load import load_tokenized
-from mca_train.tasks.table import TASKS
 
 av = pytest.importorskip("av")
 pytest.importorskip("torchvision")

@@ -9,8 +9,8 @@ from mca_config.errors import McaError
 from mca_train.config.arguments import PairArguments
 from mca_train.data import encoding
 from mca_train.losses.preference import PairLogps, PreferenceLoss
+from mca_train.tasks import TASKS
 from mca_train.tasks.load import load_tokenized
-from mca_train.tasks.table import TASKS
 
 
 @pytest.fixture(autouse=True)

@@ -11,8 +11,8 @@ from image_samples import asked, load, placed, reader, text
 from mca_config.errors import McaError
 from mca_train.config.arguments import DataArguments
 from mca_train.data.row_paths import row_paths
+from mca_train.tasks import TASKS
 from mca_train.tasks.load import load_tokenized
-from mca_train.tasks.table import TASKS
 
 PAGES = datasets.config.HF_ENDPOINT
 

@@ -8,9 +8,9 @@ from tokenizers_for_tests import byte_tokenizer
 from mca_config.errors import McaError
 from mca_train.config.arguments import RewardArguments
 from mca_train.data import scoring
+from mca_train.tasks import TASKS
 from mca_train.tasks.classify import Labels
 from mca_train.tasks.load import load_stream, load_tokenized
-from mca_train.tasks.table import TASKS
 
 
 def rows_of(kind, tmp_path, rows, **settings):

@@ -9,8 +9,8 @@ from mca_config.errors import McaError
 from mca_train.config.arguments import PairArguments
 from mca_train.run.rules import check
 from mca_train.run.settings import make_settings
+from mca_train.tasks import TASKS
 from mca_train.tasks.load import load_stream, load_tokenized
-from mca_train.tasks.table import TASKS
 
 ROWS = [
     {

@@ -12,8 +12,8 @@ from mca_train.data.chat import tokenize_chat
 from mca_train.data.encoding import check_messages, row_encoder, tokenize_answer, tokenize_answers
 from mca_train.data.formats import row_converter
 from mca_train.data.scoring import scored_pair_encoder, text_encoder
+from mca_train.tasks import TASKS
 from mca_train.tasks.load import load_first, load_stream, load_tokenized
-from mca_train.tasks.table import TASKS
 
 TURNS = [
     {"role": "user", "content": "hi"},

@@ -15,8 +15,8 @@ from mca_train.config.arguments import PairArguments
 from mca_train.data.medium_tokens import Grid
 from mca_train.data.token_cache import _VERSION, load_or_build
 from mca_train.data.token_dataset import PairDataset, TokenDataset
+from mca_train.tasks import TASKS
 from mca_train.tasks.load import load_mixture, load_tokenized
-from mca_train.tasks.table import TASKS
 
 
 @pytest.fixture(autouse=True)

@@ -16,8 +16,8 @@ from mca_models.media import positions
 from mca_train.data.image_rows import ImageReader
 from mca_train.data.row_paths import RowPaths
 from mca_train.data.video_files import VideoFile, open_video
+from mca_train.tasks import TASKS
 from mca_train.tasks.load import load_stream, load_tokenized
-from mca_train.tasks.table import TASKS
 
 av = pytest.importorskip("av")
 pytest.importorskip("torchvision")

@@ -10,7 +10,7 @@ from mca_train.config import model
 from mca_train.run import plan_command, rules, train
 from mca_train.run.file_rules import weights_problems
 from mca_train.run.settings import load_values, make_settings
-from mca_train.tasks.table import TASKS
+from mca_train.tasks import TASKS
 
 
 class Counted:

@@ -33,7 +33,7 @@ from mca_train.plan.options import PlanOptions
 from mca_train.run.file_rules import read_columns
 from mca_train.run.rules import check
 from mca_train.run.settings import check_run, load_values, make_settings, plan_problems
-from mca_train.tasks.table import TASKS
+from mca_train.tasks import TASKS
 
 HEAVY = ("torch", "transformers", "megatron", "datasets")
 

@@ -4,7 +4,7 @@ import pytest
 
 from mca_config.errors import UsageError
 from mca_train.run.settings import check_run, load_values, make_settings
-from mca_train.tasks.table import TASKS
+from mca_train.tasks import TASKS
 
 
 @pytest.mark.parametrize(

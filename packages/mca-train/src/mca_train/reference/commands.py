@@ -13,7 +13,7 @@ from mca_config.printable import suggestion
 from mca_config.types import JsonObject, Typed
 from mca_train.reference.keys import REQUIRED, Key, task_keys
 from mca_train.reference.program import program
-from mca_train.tasks.table import TASKS
+from mca_train.tasks import TASKS
 from mca_train.tasks.task import Task
 
 _HEAD = """\

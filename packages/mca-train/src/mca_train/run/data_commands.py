@@ -28,8 +28,8 @@ from mca_train.run.file_rules import data_files
 from mca_train.run.inputs import image_reader, load_tokenizer
 from mca_train.run.logs import quiet_libraries
 from mca_train.run.settings import make_settings
+from mca_train.tasks import TASKS, infer_task
 from mca_train.tasks.load import load_first, load_mixture, load_tokenized
-from mca_train.tasks.table import TASKS, infer_task
 from mca_train.tasks.task import Task
 
 if TYPE_CHECKING:

@@ -22,14 +22,21 @@ from mca_train.plan.hardware import Hardware, load_hardware
 from mca_train.plan.memory import Plan, PlanInput, plan_layout
 from mca_train.plan.options import PlanOptions
 from mca_train.plan.report import plan_document, render, render_remedies
-from mca_train.plan.search import OVERLAPS, Remedy, find_remedies, stages_over_limit, with_changes
-from mca_train.plan.shortage import LORA_RANK, explain_shortage
+from mca_train.plan.search import (
+    LORA_RANK,
+    OVERLAPS,
+    Remedy,
+    explain_shortage,
+    find_remedies,
+    stages_over_limit,
+    with_changes,
+)
 from mca_train.run import layout_search
 from mca_train.run.logs import silent_arguments
 from mca_train.run.plan_input import make_image_check, make_plan_input, planned_media
 from mca_train.run.rules import Findings, Run, check
 from mca_train.run.settings import make_settings
-from mca_train.tasks.table import TASKS, infer_task
+from mca_train.tasks import TASKS, infer_task
 from mca_train.tasks.task import Task
 
 if TYPE_CHECKING:

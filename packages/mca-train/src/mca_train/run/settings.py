@@ -44,7 +44,7 @@ from mca_train.run.file_rules import (
     weights_problems,
 )
 from mca_train.run.key_rules import KEY_RULES
-from mca_train.tasks.table import TASKS, infer_task, other_task_keys
+from mca_train.tasks import TASKS, infer_task, other_task_keys
 from mca_train.tasks.task import Task
 
 _PLAN_FLAGS = {

@@ -90,11 +90,7 @@ def training_arguments(
 
 
 def _require_effective(arguments: JsonObject) -> None:
-    """Raise if one of ``engine.arguments`` is misspelled, or has no effect in verl.
-
-    Raises:
-        McaError: One is.
-    """
+    """Raise if one of ``engine.arguments`` is misspelled, or has no effect in verl."""
     every = {each.name for each in fields(TrainingArguments) if each.init}
     effective = {each.name for each in fields(MegatronArguments) if each.init} - set(_WITHOUT_EFFECT)
     for name in arguments:
@@ -134,11 +130,7 @@ def _optimizer_arguments(optimizer: Upstream) -> JsonObject:
 
 
 def _require_supported_model(model: Upstream) -> None:
-    """Raise if the configuration of the model has an option that mca would ignore.
-
-    Raises:
-        McaError: It has.
-    """
+    """Raise if the configuration of the model has an option that mca would ignore."""
     require_supported_adapter(model)
     unsupported = {
         "model.mtp.enable": model.mtp.enable,

@@ -1,4 +1,7 @@
-"""Engine ``mca`` of verl: the methods of ``BaseEngine`` over mca's model, training step and checkpoints."""
+"""Engines ``mca`` of verl: the methods of ``BaseEngine`` over mca's model, training step and checkpoints.
+
+`McaEngine` is for language models, `McaValueEngine` for critics, which have one value per token.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -27,6 +30,7 @@ from mca_train.clients.verl.adapters import base_weights, rollout_config, with_a
 from mca_train.clients.verl.arguments import training_arguments
 from mca_train.clients.verl.batches import (
     VerlMicroBatch,
+    flat_outputs,
     nested_values,
     step_batch,
     step_collator,
@@ -510,3 +514,37 @@ class _Mode(BaseEngineCtx):  # type: ignore[misc]
         if self.mode == "train" and (self.zero_grad_on_exit or error[0] is not None):
             self.engine.optimizer_zero_grad()
         super().__exit__(*error)
+
+
+@EngineRegistry.register(model_type="value_model", backend=["mca"], device=["cuda", "cpu"])
+class McaValueEngine(McaEngine):
+    """Critic of verl's PPO trainer.
+
+    The model has a token-classification head with one label. It is new, drawn from the seed, if the checkpoint has a
+    language-model head. A reward model keeps its head, which has no bias.
+    """
+
+    _wants_logits = True
+
+    def _load(self) -> VirtualModels:
+        from mca_models import AutoModel, open_checkpoint
+        from mca_models.templates.classification_head import Head
+
+        path = self.model_config.local_path
+        stored = open_checkpoint(path).config.head
+        if stored.num_labels not in (None, 1):
+            raise McaError(
+                f"critic.model.path is {path}, whose head has {stored.num_labels} labels; expected a language model, "
+                "or a model with one label"
+            )
+        head = None if stored.num_labels else Head(kind="token_classification", labels=("LABEL_0",))
+        return AutoModel.from_pretrained(
+            path, self.args, dtype=self.engine_config.dtype, seed=self.args.seed, head=head
+        )
+
+    def _prepare_output(self, data: TensorDict) -> None:
+        """Do nothing: the model returns the values of all tokens."""
+
+    def _model_output(self, output: Tensor, batch: VerlMicroBatch) -> dict[str, Tensor]:
+        values, offsets = flat_outputs(output.float().movedim(-1, 0), batch)
+        return {"values": torch.nested.nested_tensor_from_jagged(values[:, 0], offsets)}

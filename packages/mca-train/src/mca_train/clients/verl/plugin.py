@@ -7,7 +7,6 @@ import logging
 
 try:
     from mca_train.clients.verl import engine as _engine
-    from mca_train.clients.verl import value_engine as _value_engine
 except Exception as error:
     logging.getLogger(__name__).warning(
         "verl cannot use the engine mca: %s: %s. Install a version of verl that docs/other_programs.md names, or set "
@@ -18,4 +17,4 @@ except Exception as error:
     )
     raise
 
-__all__ = ["_engine", "_value_engine"]
+__all__ = ["_engine"]

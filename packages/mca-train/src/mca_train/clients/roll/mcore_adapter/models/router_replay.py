@@ -115,11 +115,7 @@ def enable_router_replay(models: VirtualModels) -> None:
 def _require_unpacked(
     replays: Sequence[LayerReplay], chunk: Chunk, args: tuple[object, ...], kwargs: JsonObject
 ) -> None:
-    """Raise if ROLL packs sequences whose experts it replays: it does not pack the experts.
-
-    Raises:
-        McaError: It does.
-    """
+    """Raise if ROLL packs sequences whose experts it replays: it does not pack the experts."""
     if kwargs.get("packed_seq_params") is not None and any(each.router_replay_action for each in replays):
         raise McaError(
             "router_replay.mode: R3 is not supported with use_sequence_packing: true, with which ROLL does not pack "

@@ -2,10 +2,10 @@ import numpy as np
 
 from mca_train import TokenDataset
 from mca_train.batching.collate import PadCollator, StepCollator
-from mca_train.batching.kto_kl_pairs import KtoKlPairs
 from mca_train.batching.sampling import CountedSamples
 from mca_train.data.token_dataset import describe_order
 from mca_train.trainer.dpo import ExtraColumns
+from mca_train.trainer.kto import KtoKlPairs
 
 
 def samples(count):
