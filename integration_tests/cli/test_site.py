@@ -8,7 +8,10 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import yaml
+
+from mca_config.reference import update_document
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -73,6 +76,31 @@ def test_the_page_of_commands_is_what_they_say(monkeypatch):
     assert "--dry_run" in text
     assert "--checkpoint_path" in text
     assert text == tool.PAGE.read_text(), "uv run tools/commands_page.py"
+    tables, _, commands = text.partition("<!-- commands -->")
+    for name in tool.COMMANDS:
+        section = commands.partition(f"### `{name}`\n")[2].partition("\n### ")[0]
+        flags = [(found[1], found[0]) for found in tool.FLAG.finditer(tool.help_text(name))]
+        named = {*re.findall(r"^  --(\w+)", section, re.MULTILINE), *re.findall(r"`--(\w+)`", section)}
+        assert {flag for flag, _ in flags} <= named
+        assert [
+            flag for flag, meaning in flags if f"| `{flag}` |" not in tables and meaning not in commands
+        ] == []
+
+
+@pytest.mark.parametrize(
+    ("page", "table", "kind"),
+    [
+        ("families.md", "supported_table", "llama"),
+        ("reference/unsupported_types.md", "refused_table", "rwkv"),
+    ],
+)
+def test_the_documented_families_are_those_of_the_catalog(page, table, kind):
+    tool = _tool("families_page")
+    text = (ROOT / "docs" / page).read_text()
+    assert ROOT / "docs" / page in tool.PAGES
+    assert update_document(text, tool.TABLES) == text, "uv run tools/families_page.py"
+    assert getattr(tool, table)() in text
+    assert update_document(text.replace(f"`{kind}`", "`lama`"), tool.TABLES) == text
 
 
 def test_the_pictures_of_the_documents_are_those_of_the_tool():

@@ -128,10 +128,7 @@ def test_a_program_answers_for_its_commands() -> None:
     program = a_program()
     general = program.help()
     assert program.answer([]) == program.answer(["--help"]) == program.answer(["brn", "-h"]) == general
-    assert (
-        "usage: mca-config make FILE\n       mca-config burn FILE\n" in general
-        and "  make  makes it\n" in general
-    )
+    assert "usage: mca-config make|burn FILE\n\n" in general and "  make  makes it\n" in general
     own = program.answer(["make", "x", "--help"])
     assert own is not None and own.startswith("usage: mca-config make FILE\n\nMakes it.\n")
     assert own.endswith("examples:\n  mca-config make a\n")

@@ -4,6 +4,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from mca_config.errors import McaError, UsageError
@@ -133,7 +134,8 @@ class Program:
 
     def help(self) -> str:
         """Return the general help."""
-        usages = [f"{self._full(name)} {command.usage}".rstrip() for name, command in self.commands.items()]
+        groups = groupby(self.commands, key=lambda name: self.commands[name].usage)
+        usages = [f"{self._full('|'.join(names))} {usage}".rstrip() for usage, names in groups]
         parts = [
             "usage: " + "\n       ".join(usages),
             textwrap.fill(self.text, terminal_width()),

@@ -68,7 +68,7 @@ def _kind(hint: Any) -> str:
         return ", ".join(f"`{choice}`" for choice in get_args(hint))
     if get_origin(hint) is list:
         return "list"
-    names = {int: "integer", float: "number", bool: "true or false", str: "text"}
+    names = {int: "integer", float: "number", bool: "true/false", str: "text"}
     return names.get(hint, "object")
 
 

@@ -86,7 +86,7 @@ IGNORED: Mapping[str, str] = {
     "length_column_name": "samples are not sorted by length",
     "local_rank": "the launcher sets it in the environment",
 }
-"""Fields without effect, with the reason; ``docs/keys.md`` lists them."""
+"""Fields without effect, with the reason; ``docs/reference/key_rules.md`` lists them."""
 _LOG_LEVELS = ("detail", "debug", "info", "warning", "error", "critical", "passive")
 _SAMPLING = ("random", "sequential")
 _ADAMW = ("adamw_torch", "adamw_torch_fused")

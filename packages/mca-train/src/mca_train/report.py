@@ -364,7 +364,7 @@ def write_report(
 
 
 def document(runs: Sequence[RunFiles]) -> JsonObject:
-    """Return the report as a JSON object: ``mca-train/report``, version 1; docs/keys.md lists its keys."""
+    """Return the report as a JSON object: ``mca-train/report``, version 1; docs/reference/json.md lists its keys."""
     return {"schema": SCHEMA, "version": VERSION, "runs": [_run_document(run) for run in runs]}
 
 

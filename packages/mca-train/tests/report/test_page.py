@@ -186,13 +186,8 @@ def test_the_same_is_printed_as_one_object(tmp_path, capsys):
     assert (first["measured_bytes"], first["seconds"]) == (1 << 29, 21.0)
     assert first["checkpoints"] == [{"name": "checkpoint-2", "bytes": 1024}]
     assert not (one / "report.html").exists()
-    page = (
-        (Path(__file__).parents[4] / "docs/keys.md")
-        .read_text()
-        .partition("### JSON")[2]
-        .partition("\n### ")[0]
-    )
-    assert all(f"`{name}" in page for name in {*found, *first}), "docs/keys.md lists the keys"
+    page = (Path(__file__).parents[4] / "docs/reference/json.md").read_text()
+    assert all(f"`{name}" in page for name in {*found, *first}), "docs/reference/json.md lists the keys"
     assert main(["report", str(one), "--json", "--output", "x"]) == 2
     assert "--json prints the report and writes no page; leave out --output" in capsys.readouterr().err
 

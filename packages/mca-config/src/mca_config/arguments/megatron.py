@@ -20,15 +20,16 @@ class TrainingOptions(DistributingOptions):
         "Split the optimizer's state over the data-parallel ranks."
     )
     num_distributed_optimizer_instances: int | None = option(
-        "Copies of the split optimizer state; more copies mean smaller groups and more memory."
+        "Copies of the split optimizer state; above 1 is an error."
     )
-    overlap_grad_reduce: bool | None = switch("Reduce gradients while the backward pass still runs.")
+    overlap_grad_reduce: bool | None = switch("Reduce gradients during the backward pass.")
     overlap_param_gather: bool | None = switch(
-        "Gather updated weights while the forward pass already runs. Needs use_distributed_optimizer and "
-        "overlap_grad_reduce."
+        "Gather weights during the forward pass; needs use_distributed_optimizer and overlap_grad_reduce."
     )
     ddp_bucket_size: int | None = option("Parameters in one gradient bucket; unset: by data-parallel size.")
-    ddp_average_in_collective: bool | None = switch("Average gradients inside the collective, not before it.")
+    ddp_average_in_collective: bool | None = switch(
+        "Average gradients inside the collective; true is an error."
+    )
     accumulate_allreduce_grads_in_fp32: bool | None = switch(
         "Accumulate and reduce gradients in fp32; on with bf16 unless set to false."
     )
@@ -40,38 +41,32 @@ class TrainingOptions(DistributingOptions):
         "Keep optimizer state in host memory and step there; adam only."
     )
     optimizer_offload_fraction: float | None = option(
-        "Share of the parameters that optimizer_cpu_offload moves, 0 to 1; unset: 1."
+        "Share of the parameters that is offloaded, 0 to 1; unset: 1."
     )
     use_torch_optimizer_for_cpu_offload: bool | None = switch(
-        "Step on the host with torch's AdamW, the only optimizer that Megatron has there; false is an error."
+        "Step on the host with torch's AdamW; false is an error."
     )
     overlap_cpu_optimizer_d2h_h2d: bool | None = switch(
-        "Copy gradients to the host and weights back while other parameters step there."
+        "Overlap copies of gradients and weights with steps on the host."
     )
     pin_cpu_grads: bool | None = switch("Pin the host's copies of offloaded gradients; unset: true.")
-    pin_cpu_params: bool | None = switch(
-        "Pin the host's copies of offloaded weights; Megatron always does, false is an error."
-    )
+    pin_cpu_params: bool | None = switch("Pin the host's copies of offloaded weights; false is an error.")
     use_precision_aware_optimizer: bool | None = switch(
-        "Keep the fp32 main parameters in the optimizer. With optimizer_cpu_offload those of offloaded parameters are "
-        "in host memory. Needs use_distributed_optimizer, adam, and Transformer Engine or optimizer_cpu_offload."
+        "Keep the fp32 main parameters in the optimizer. Needs use_distributed_optimizer, adam, and Transformer "
+        "Engine or optimizer_cpu_offload."
     )
     decoupled_lr: float | None = option(
         "Learning rate of the embedding and output layer; unset: that of the rest."
     )
     decoupled_min_lr: float | None = option(
-        "Learning rate that the schedule of the embedding and output layer ends at; unset: min_lr."
+        "Lowest learning rate of the embedding and output layer; unset: min_lr."
     )
-    min_lr: float | None = option("Learning rate that the schedule ends at.")
+    min_lr: float | None = option("Lowest learning rate of the schedule.")
     loss_scale: float | None = option("Fixed loss scale of fp16; unset: dynamic.")
-    initial_loss_scale: float | None = option(
-        "First value of fp16's dynamic loss scale; unset: 65536, as in Hugging Face."
-    )
+    initial_loss_scale: float | None = option("First value of fp16's dynamic loss scale; unset: 65536.")
     min_loss_scale: float | None = option("Smallest value of fp16's dynamic loss scale.")
-    loss_scale_window: float | None = option(
-        "Steps without overflow before the dynamic loss scale is doubled."
-    )
-    hysteresis: int | None = option("Overflows in a row before the dynamic loss scale is halved.")
+    loss_scale_window: float | None = option("Steps without overflow before the scale is doubled.")
+    hysteresis: int | None = option("Overflows in a row before the scale is halved.")
 
     freeze: list[Literal["vision", "audio", "projector", "language"]] | None = option(
         "Parts of a multimodal model that are not trained. Unset: all but language."
@@ -83,24 +78,21 @@ class TrainingOptions(DistributingOptions):
     )
 
     sequence_packing: bool = option(
-        "Pack several sequences into one row, with separate attention, instead of padding each.",
+        "Pack several sequences into one row, with separate attention.",
         default=False,
     )
     loss_chunk_size: int | None = option(
-        "Tokens of a micro-batch whose logits are in memory at once; unset: all. Logits are recomputed in the "
-        "backward pass."
+        "Tokens whose logits are in memory at once; unset: all of a micro-batch."
     )
     peak_tflops: float | None = option(
-        "Peak TFLOP/s of one device, for the logged mfu; unset: the bf16 peak of a known GPU."
+        "Peak TFLOP/s of one device, for the logged mfu; unset: the GPU's in bf16."
     )
-    profile: bool = option(
-        "Record some steps with torch's profiler, for each rank, in output_dir/profile.", default=False
-    )
+    profile: bool = option("Record steps with torch's profiler in output_dir/profile.", default=False)
     profile_step_start: int = option("First step to profile, counted from the start of this run.", default=10)
     profile_step_end: int = option("Last step to profile.", default=12)
     profile_ranks: list[int] | None = option("Ranks to profile; unset: all.")
     ckpt_format: Literal["mca", "torch_dist"] = option(
-        "Format of weights in training checkpoints: mca (safetensors by rank) or Megatron's torch_dist.",
+        "Format of weights in checkpoints: mca (safetensors by rank) or Megatron's torch_dist.",
         default="mca",
     )
     async_save: bool = option(
@@ -111,8 +103,7 @@ class TrainingOptions(DistributingOptions):
         "One data-parallel replica reads the weights and sends them to the others.", default=False
     )
     overwrite_output_dir: bool = option(
-        "Delete the checkpoints in output_dir unless this run resumes from one of them. Without it such a run is an "
-        "error.",
+        "Delete the checkpoints in output_dir unless this run resumes from one of them.",
         default=False,
     )
 

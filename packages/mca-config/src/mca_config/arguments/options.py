@@ -50,68 +50,62 @@ class DistributingOptions:
     tensor_model_parallel_size: int | None = option("Ranks that share each weight matrix (tp).")
     pipeline_model_parallel_size: int | None = option("Ranks that share the layers (pp).")
     virtual_pipeline_model_parallel_size: int | None = option(
-        "Model chunks on each pipeline rank (vpp), which shortens the pipeline bubble; needs pp of at least 2."
+        "Model chunks on each pipeline rank (vpp); shortens the pipeline bubble, needs pp above 1."
     )
     context_parallel_size: int | None = option("Ranks that share each sequence (cp).")
     expert_model_parallel_size: int | None = option("Ranks that share the experts of each layer (ep).")
     expert_tensor_parallel_size: int | None = option(
-        "Ranks that share each expert's matrices (etp); unset: the tensor size."
+        "Ranks that share each expert's matrices (etp); unset: tp."
     )
     pipeline_model_parallel_layout: str | None = option(
-        "Layers of every pipeline stage as a string, such as Et*3|t*4|t*4L. E is the embedding, t a "
-        "decoder layer, m an MTP layer, L the loss, | starts a stage, x*n and (..)*n repeat. It fixes the virtual size."
+        "Layers of every pipeline stage as a string, such as Et*3|t*4|t*4L."
     )
     num_layers_in_first_pipeline_stage: int | None = option(
-        "Decoder layers on the first pipeline rank; the other ranks share the rest evenly."
+        "Decoder layers on the first pipeline rank; the others share the rest."
     )
     num_layers_in_last_pipeline_stage: int | None = option(
-        "Decoder layers on the last pipeline rank; the other ranks share the rest evenly."
+        "Decoder layers on the last pipeline rank; the others share the rest."
     )
     account_for_embedding_in_pipeline_split: bool | None = switch(
-        "Count the embedding as one layer of the first stage when splitting evenly."
+        "Count the embedding as one layer of the first stage."
     )
     account_for_loss_in_pipeline_split: bool | None = switch(
-        "Count the output layer and loss as one layer of the last stage when splitting evenly."
+        "Count output layer and loss as one layer of the last stage."
     )
     sequence_parallel: bool | None = switch(
-        "Sequence parallelism: split activations outside the tensor-parallel layers along the sequence. Turned on "
-        "automatically when tp and ep are both above 1."
+        "Split activations outside the tensor-parallel layers along the sequence. On if tp and ep are above 1."
     )
     microbatch_group_size_per_vp_stage: int | None = option(
-        "Micro-batches that each chunk runs in a row with virtual pipelining; unset: the pipeline size."
+        "With vpp, micro-batches that a chunk runs in a row; unset: pp."
     )
 
     recompute_granularity: Literal["full", "selective"] | None = option(
         "Recompute activations in the backward pass: full = whole layers, selective = recompute_modules."
     )
     recompute_method: Literal["uniform", "block"] | None = option(
-        "With full recomputation: uniform for every group of layers, block for the first layers of each chunk. "
-        "Their number is recompute_num_layers."
+        "With full recomputation: uniform for every group of layers, block for the first layers of each chunk."
     )
     recompute_num_layers: int | None = option(
-        "With full recomputation: layers of a group (uniform), or of a chunk (block)."
+        "With full recomputation: layers of a group (uniform) or chunk (block)."
     )
     recompute_modules: list[str] | None = option(
-        "With selective recomputation: core_attn (if unset), moe_act, layernorm, mla_up_proj, mlp, moe, "
-        "shared_experts."
+        "With selective recomputation: core_attn (if unset), moe_act, layernorm, mla_up_proj, mlp, moe, shared_experts."
     )
     distribute_saved_activations: bool | None = switch(
-        "Split saved activations over the tensor ranks with full recomputation; excludes sequence_parallel."
+        "With full recomputation: split saved activations over tp; excludes sequence_parallel."
     )
     cpu_offloading: bool | None = switch("Move activations to host memory; excludes pp and recomputation.")
     cpu_offloading_num_layers: int | None = option("Layers whose activations move to host memory.")
 
     moe_token_dispatcher_type: Literal["allgather", "alltoall", "flex"] | None = option(
-        "Dispatcher of tokens to experts; flex needs CUDA and its own communication library."
+        "Dispatcher of tokens to experts; flex needs CUDA and its communication library."
     )
     moe_expert_capacity_factor: float | None = option(
-        "Capacity of an expert, as a multiple of an even share of the tokens; the rest are dropped. Unset: no limit."
+        "Most tokens of an expert, as a multiple of an even share; the rest are dropped. Unset: no limit."
     )
-    moe_pad_expert_input_to_capacity: bool | None = switch(
-        "Pad every expert's tokens up to its capacity; needs moe_expert_capacity_factor."
-    )
+    moe_pad_expert_input_to_capacity: bool | None = switch("Pad every expert's tokens up to its capacity.")
     moe_token_drop_policy: Literal["probs", "position"] | None = option(
-        "Which tokens are dropped first beyond capacity: the least probable, or the last."
+        "Tokens that are dropped first beyond capacity: the least probable, or the last."
     )
     moe_router_load_balancing_type: (
         Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"] | None
@@ -120,7 +114,7 @@ class DistributingOptions:
     moe_z_loss_coeff: float | None = option("Weight of the router z-loss.")
     moe_input_jitter_eps: float | None = option("Noise on the router's input: uniform in 1 - eps to 1 + eps.")
     moe_router_bias_update_rate: float | None = option(
-        "Update rate of the expert bias for load balancing without an auxiliary loss."
+        "Update rate of expert biases (load balancing without an auxiliary loss)."
     )
     moe_router_dtype: Literal["fp32", "fp64"] | None = option("dtype of routing; unset: fp32.")
     moe_grouped_gemm: bool | None = switch("Run all local experts in one grouped matrix product.")
@@ -130,21 +124,21 @@ class DistributingOptions:
         "Overlap shared experts with the dispatch of tokens; needs the alltoall dispatcher."
     )
     overlap_moe_expert_parallel_comm: bool | None = switch(
-        "Overlap the token dispatch of one micro-batch with the computation of another."
+        "Overlap token dispatch with another micro-batch; an error in training."
     )
     mtp_num_layers: int | None = option(
-        "Number of multi-token-prediction (MTP) layers; 0 drops those of the checkpoint."
+        "Multi-token-prediction (MTP) layers; 0 drops those of the checkpoint."
     )
     mtp_loss_scaling_factor: float | None = option("Weight of the multi-token-prediction loss.")
 
     transformer_impl: Literal["local", "transformer_engine"] | None = option(
-        "Layers of Transformer Engine or of Megatron itself; unset: Transformer Engine where it is installed."
+        "Layers of Megatron itself or of Transformer Engine; unset: the latter where it is installed."
     )
     attention_backend: Literal["flash", "fused", "unfused", "local", "auto"] | None = option(
-        "Attention kernel, by Megatron's names; local is mca's own, also in Transformer Engine's layers."
+        "Attention kernel; local is mca's own, also in Transformer Engine's layers."
     )
     cp_comm_type: Literal["p2p", "all_gather", "a2a"] | None = option(
-        "Communication of keys and values between context-parallel ranks."
+        "Exchange of keys and values between context-parallel ranks."
     )
     attention_softmax_in_fp32: bool | None = switch("Compute the attention softmax in fp32.")
     bias_activation_fusion: bool | None = switch("Fuse bias and activation of the MLP.")
@@ -152,7 +146,7 @@ class DistributingOptions:
     masked_softmax_fusion: bool | None = switch("Fuse scale, mask and softmax of attention.")
     apply_rope_fusion: bool | None = switch("Fuse the rotary embedding; needs Transformer Engine.")
     gradient_accumulation_fusion: bool | None = switch(
-        "Accumulate weight gradients inside the matrix product; needs a CUDA extension."
+        "Accumulate weight gradients in the matrix product; needs a CUDA extension."
     )
     cross_entropy_loss_fusion: bool | None = switch("Fuse the cross entropy over the vocabulary shards.")
     cross_entropy_fusion_impl: Literal["native", "te"] | None = option(
@@ -164,13 +158,13 @@ class DistributingOptions:
     fp8_recipe: Literal["tensorwise", "delayed", "mxfp8", "blockwise"] | None = option(
         "Scaling recipe of fp8."
     )
-    fp8_param: bool | None = switch("Keep the weights themselves in fp8; needs fp8.")
+    fp8_param: bool | None = switch("Keep the weights themselves in fp8; true is an error.")
     attention_dropout: float | None = option("Dropout of attention weights.")
     hidden_dropout: float | None = option(
-        "Dropout of each layer's output, and of embeddings if the model has no separate embedding dropout."
+        "Dropout of each layer's output, and of embeddings without their own."
     )
     calculate_per_token_loss: bool | None = switch(
-        "Average the loss over all target tokens of the global batch instead of over micro-batches."
+        "Average the loss over all targets of the global batch; false is an error in training."
     )
     variable_seq_lengths: bool | None = switch(
         "Let micro-batches differ in length between pipeline stages; excludes the allgather dispatcher."
@@ -179,11 +173,11 @@ class DistributingOptions:
     batch_p2p_comm: bool | None = switch(
         "Batch the pipeline's sends and receives; not with overlap_p2p_comm."
     )
-    tp_comm_overlap: bool | None = switch("Overlap tensor-parallel communication; needs Transformer Engine.")
+    tp_comm_overlap: bool | None = switch("Overlap tensor-parallel communication; true is an error.")
     deterministic_mode: bool | None = switch("Choose kernels that give the same bits every time.")
 
     additional_configs: JsonObject | str | None = option(
-        "Any other setting of Megatron's TransformerConfig: inline JSON, or the path of a JSON or YAML file."
+        "Any other setting of Megatron's TransformerConfig: a mapping, or the path of a JSON or YAML file."
     )
 
     def __post_init__(self) -> None:

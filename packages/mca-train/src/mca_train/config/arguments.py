@@ -39,12 +39,10 @@ class DataArguments:
 
     model_name_or_path: str = field(
         metadata={
-            "help": "The model: a Hugging Face or MCA directory, or a model of the Hub (org/name, org/name@revision)."
+            "help": "Model: a Hugging Face or MCA directory, or a Hub id (org/name, org/name@revision)."
         }
     )
-    tokenizer_name_or_path: str | None = option(
-        "Directory of the tokenizer, or a model of the Hub; None: the model's."
-    )
+    tokenizer_name_or_path: str | None = option("Directory or Hub id of the tokenizer; None: the model's.")
     train_file: list[str] = field(
         default_factory=list,
         metadata={
@@ -55,14 +53,15 @@ class DataArguments:
     datasets: list[dict[str, Any]] = field(
         default_factory=list,
         metadata={
-            "help": "Several sources instead of train_file, with weights: a list of mappings. Each has path (file, "
-            "directory or dataset of the Hub), name, split, subset, revision, columns, format, weight, max_samples."
+            "help": "Weighted sources instead of train_file, a list of mappings. Their keys: path, name, split, "
+            "subset, revision, columns, format, weight, max_samples."
         },
     )
-    eval_file: list[str] = field(default_factory=list, metadata={"help": "Evaluation file(s), same formats."})
+    eval_file: list[str] = field(
+        default_factory=list, metadata={"help": "Evaluation files, in the same formats."}
+    )
     seq_length: int = option(
-        "Tokens per block (pretrain), of the longest sequence, or of a pack (sequence_packing). Longer "
-        "sequences are cut at the end.",
+        "Tokens per block (pretrain), pack (sequence_packing) or longest sequence; longer ones are cut.",
         2048,
     )
     text_column: str = option("Column with plain text (all kinds but dpo and reward).", DefaultColumn("text"))
@@ -75,47 +74,40 @@ class DataArguments:
         "Column with chat messages (sft, kto, classify).", DefaultColumn("messages")
     )
     images_column: str = option(
-        "Column with the images of a row, for <image> and parts of type image.", DefaultColumn("images")
+        "Column with images, for <image> and parts of type image.", DefaultColumn("images")
     )
     videos_column: str = option(
-        "Column with the videos of a row, for <video> and parts of type video.", DefaultColumn("videos")
+        "Column with videos, for <video> and parts of type video.", DefaultColumn("videos")
     )
     video_fps: float | None = option(
-        "Frames per second of a video that the model sees; None: those of the video processor, or 2 "
-        "(Qwen3-Omni: 1). MiniCPM-V always takes one frame a second: leave it out, or set 1."
+        "Frames per second that the model sees; None: as its processor, or 2 (Qwen3-Omni: 1; MiniCPM-V: always 1)."
     )
     video_max_frames: int | None = option(
-        "Most frames of a video that the model sees; None: those of the video processor (often 768)."
+        "Most frames of a video that the model sees; None: as its processor (often 768)."
     )
-    video_max_seconds: float | None = option("Longest video of a row; a longer one is an error. None: any.")
+    video_max_seconds: float | None = option("Longest video; a longer one is an error. None: any.")
     use_audio_in_video: bool = option(
-        "Use the sound of videos, between their frames (Qwen2.5-Omni, Qwen3-Omni). Needs the extra audio.",
+        "Use the sound of videos (Qwen2.5-Omni, Qwen3-Omni); needs the extra audio.",
         False,
     )
     audios_column: str = option(
-        "Column with the audio clips of a row, for <audio> and parts of type audio.", DefaultColumn("audios")
+        "Column with audio clips, for <audio> and parts of type audio.", DefaultColumn("audios")
     )
     audio_max_seconds: float | None = option(
-        "Longest audio clip of a row; a longer one is an error. None: as the model hears."
+        "Longest audio clip; a longer one is an error. None: as the model hears."
     )
-    image_folder: str | None = option(
-        "Directory that relative paths of media start from; None: the folder of the data file."
-    )
+    image_folder: str | None = option("Directory of relative paths of media; None: that of the data file.")
     data_format: Literal["messages", "prompt_completion", "text", "alpaca", "sharegpt"] | None = option(
-        "Format of the rows (sft, kto; dpo and reward: alpaca or sharegpt); None: recognized by their "
-        "columns."
+        "Format of the rows (sft, kto; dpo and reward: alpaca or sharegpt); None: by their columns."
     )
     max_train_samples: int | None = option("Rows of the training files to use; None: all.")
     max_eval_samples: int | None = option("Rows of the evaluation files to use; None: all.")
     preprocessing_num_workers: int | None = option("Processes that tokenize; None: one.")
     tokenized_cache: str | None = option(
-        "Directory that keeps tokenized samples for other ranks and runs; None: tokenize again. They are "
-        "found by the content of the files and the settings."
+        "Directory that keeps tokenized samples for other ranks and runs; None: tokenize again."
     )
     streaming: bool = option("Read the training files during training; needs max_steps.", False)
-    shuffle_buffer_size: int = option(
-        "With streaming, size of the buffer from which rows are drawn; 1: in order.", 1000
-    )
+    shuffle_buffer_size: int = option("With streaming, rows in the shuffle buffer; 1: in order.", 1000)
 
     def __post_init__(self) -> None:
         if self.seq_length < 2:
@@ -169,8 +161,7 @@ class LaunchArguments:
     """Number of ranks that ``mca-train`` starts on this machine. Ignored under torchrun."""
 
     nproc_per_node: int | None = option(
-        "Ranks to start on this machine; None: every visible GPU. Without a GPU it is the fewest that the "
-        "layout needs (one data-parallel replica)."
+        "Ranks to start on this machine; None: every visible GPU, or without GPUs the fewest that the layout needs."
     )
 
     def __post_init__(self) -> None:
@@ -199,7 +190,7 @@ class LoraArguments:
     )
     use_rslora: bool = option("Scale by lora_alpha / sqrt(lora_rank).", False)
     adapter_name_or_path: str | None = option(
-        "PEFT or MCA adapter to continue training instead of a new one, a directory or a Hub id."
+        "PEFT or MCA adapter to train further: a directory or a Hub id."
     )
 
     def __post_init__(self) -> None:

@@ -41,20 +41,16 @@ class PlanOptions:
     json: bool = plan_option("", "print one JSON object instead of text", False)
     images: int | None = plan_option(
         "N",
-        "number of images in each sequence of a model with a vision tower; default: one, if the run supports "
-        "images",
+        "images in each sequence of a model with a vision tower; default: one, if the run supports images",
     )
     image_size: int | None = plan_option("PIXELS", "length of each side of an image; default: 448")
-    videos: int | None = plan_option(
-        "N", "number of videos in each sequence of a model that takes them; default: none"
-    )
+    videos: int | None = plan_option("N", "videos in each sequence of a model that takes them; default: none")
     video_frames: int | None = plan_option(
         "FRAMES", "frames of a video that the model sees, before frames are merged; default: 32"
     )
     clips: int | None = plan_option(
         "N",
-        "number of audio clips in each sequence of a model with an audio tower; default: one, if the run supports "
-        "audio",
+        "audio clips in each sequence of a model with an audio tower; default: one, if the run supports audio",
     )
     clip_seconds: float | None = plan_option("SECONDS", "length of an audio clip; default: 30")
 

@@ -1,4 +1,4 @@
-"""Report of a plan, with the numbers of `plan.memory`: a text, or a JSON object that docs/keys.md explains."""
+"""Report of a plan, with the numbers of `plan.memory`: text, or JSON that docs/reference/json.md explains."""
 
 from collections.abc import Sequence
 from dataclasses import asdict

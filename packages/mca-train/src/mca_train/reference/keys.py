@@ -1,7 +1,7 @@
 """The keys of each kind of run, from the dataclasses that parse a run: their help, and tables in the documentation.
 
-Run ``python -m mca_train.reference.keys docs/*.md``; a test fails when that is needed. A table is between
-``<!-- NAME -->`` and ``<!-- end NAME -->``, where NAME is one of `TABLES`.
+Run ``python -m mca_train.reference.keys docs/keys.md docs/reference/renamed_keys.md``; a test fails when that is
+needed. A table is between ``<!-- NAME -->`` and ``<!-- end NAME -->``, where NAME is one of `TABLES`.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ import textwrap
 import typing
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from itertools import groupby
+from itertools import groupby, takewhile
 
 from mca_config.fields import TypeHint, alternatives, hint_origin, is_enum
 from mca_config.printable import INDENT, first_line, fit_choices, suggestion, terminal_width
@@ -209,13 +209,23 @@ def _keys(*classes: type) -> Callable[[], str]:
     return lambda: _rows(key for cls in classes for key in declared_keys(cls, ""))
 
 
+def _task_keys(task: Task) -> Iterator[Key]:
+    """Yield the keys of ``task`` that not every kind of run has: its columns and arguments."""
+    common = {one.name for one in fields(DataArguments)}
+    for cls in (task.data_arguments, task.task_arguments):
+        yield from (key for key in declared_keys(cls, "") if key.name not in common) if cls else ()
+
+
 def _task_table(task: Task) -> Callable[[], str]:
-    """Return the generator of the table of keys that only ``task`` has: its columns and arguments."""
+    """Return the generator of the table of keys of ``task``; a line names those that an earlier table has."""
 
     def table() -> str:
-        common = {one.name for one in fields(DataArguments)}
-        classes = [task.data_arguments, *([task.task_arguments] if task.task_arguments else [])]
-        return _rows(key for cls in classes for key in declared_keys(cls, "") if key.name not in common)
+        earlier: dict[str, str] = {}
+        for other in takewhile(lambda other: other is not task, TASKS.values()):
+            earlier = {key.name: other.name for key in _task_keys(other)} | earlier
+        rows = _rows(key for key in _task_keys(task) if key.name not in earlier)
+        repeated = [f"`{key.name}` ({earlier[key.name]})" for key in _task_keys(task) if key.name in earlier]
+        return f"{rows}\n\nAlso {', '.join(repeated)}." if repeated else rows
 
     return table
 
@@ -224,7 +234,7 @@ def _rows(keys: Iterable[Key]) -> str:
     lines = ["| key | value | default | meaning |", "|---|---|---|---|"]
     for key in keys:
         default = "" if key.default in (None, "", [], {}) else f"`{format_default(key.default)}`"
-        value = value_placeholder(key.hint).replace("|", " or ").strip("[]{}").replace(",", ", ")
+        value = value_placeholder(key.hint).replace("|", "/").strip("[]{}").replace(",", ", ")
         value = _VALUES.get(value, value)
         lines.append(f"| `{key.name}` | {value} | {default} | {cell(key.help)} |")
     return "\n".join(lines)

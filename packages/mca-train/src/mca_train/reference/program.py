@@ -35,8 +35,7 @@ Keys are those of Hugging Face's TrainingArguments, the parallel arguments of mc
   lora_rank                train a LoRA adapter instead of full fine-tuning
   sequence_packing         several samples in a row
 
-`mca-train KIND --help` lists all keys with their meaning. The kinds of run are
-{kinds}."""
+`mca-train KIND --help` lists all keys with their meaning."""
 _EXAMPLES = (
     "init sft models/qwen3 run.yaml",
     "plan run.yaml --gpus 16 --device h100-80",
@@ -45,17 +44,6 @@ _EXAMPLES = (
     "sft run.yaml --resume_from_checkpoint auto --max-steps 1000",
     "# several machines: torchrun starts the ranks",
     "  torchrun --nproc-per-node 8 -m mca_train pretrain run.yaml",
-    "# run.yaml",
-    "  model_name_or_path: models/qwen3",
-    "  train_file: data/train.jsonl",
-    "  output_dir: runs/first",
-    "  seq_length: 1024",
-    "  max_steps: 200",
-    "  learning_rate: 1e-3",
-    "  per_device_train_batch_size: 2      # micro-batch",
-    "  gradient_accumulation_steps: 4      # micro-batches in a step",
-    "  tensor_model_parallel_size: 2",
-    "  pipeline_model_parallel_size: 2",
 )
 
 
@@ -123,7 +111,7 @@ _COMMANDS = {
         usage="RUN_DIR [--compare OTHER_DIR] [--output FILE | --json]",
         summary="writes one page of HTML about a run, or about two side by side",
         text="Writes one page of HTML about a run, which needs no network: curves of all that was logged, memory "
-        "planned and measured, checkpoints, configuration, versions. docs/keys.md lists the keys of --json.",
+        "planned and measured, checkpoints, configuration, versions. docs/reference/json.md lists the keys of --json.",
         flags=_flags(
             compare=("OTHER_DIR", "another run for comparison"),
             output=("FILE", "where to write the page; default: RUN_DIR/report.html"),
@@ -172,7 +160,7 @@ def program() -> Program:
         name="mca-train",
         text=_TEXT,
         commands=kinds | _COMMANDS,
-        notes=_NOTES.replace("{kinds}", ", ".join(TASKS)),
+        notes=_NOTES,
         examples=_EXAMPLES,
         other_commands={
             **dict.fromkeys(("launch", "run"), _LAUNCH),

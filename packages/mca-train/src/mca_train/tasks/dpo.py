@@ -52,8 +52,7 @@ class DpoArguments(ReferenceArguments):
         "Weight of the better answer's cross entropy, added to the loss; None: 0."
     )
     precompute_ref_log_probs: bool = option(
-        "Compute the reference's log-probabilities before training and keep them in output_dir. "
-        "No reference model is held in training.",
+        "Compute the reference's log-probabilities before training, which then holds no reference.",
         False,
     )
 

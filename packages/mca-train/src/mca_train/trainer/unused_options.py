@@ -1,7 +1,7 @@
 """Options without effect in a run, and router settings that train another model than ``config.json`` describes.
 
-`warn` logs them. ``docs/keys.md`` lists the options without effect; options that can never have one raise an error when
-the arguments are built.
+`warn` logs them. ``docs/reference/key_rules.md`` lists the options without effect; options that can never have one
+raise an error when the arguments are built.
 """
 
 import dataclasses
