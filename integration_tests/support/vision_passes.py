@@ -93,7 +93,7 @@ def of_all_parts(
 ) -> tuple[Any, list[Any]]:
     """A model all of which trains, and its chunks in Megatron's wrapper."""
     from mca_models.megatron import AutoModel
-    from mca_models.templates.trainable_parts import model_parts
+    from mca_models.templates.parts.vision_language import model_parts
 
     settings: dict[str, Any] = {"calculate_per_token_loss": True, "moe_aux_loss_coeff": 0.0}
     settings["moe_router_bias_update_rate"] = 0.0  # transformers leaves the bias of experts as it is

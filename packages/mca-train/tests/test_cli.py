@@ -302,7 +302,7 @@ def test_readme_and_docs_name_the_keys_of_the_data():
 
 
 def test_an_output_dir_that_is_tried_is_left_as_it_was(tmp_path):
-    from mca_train.run.file_rules import require_writable
+    from mca_train.run.early_rules import require_writable
 
     require_writable(tmp_path / "a" / "b")
     assert not (tmp_path / "a").exists()

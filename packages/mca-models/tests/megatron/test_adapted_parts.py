@@ -13,7 +13,7 @@ from mca_models.lora.config import AdapterConfig
 from mca_models.lora.peft_names import complete_peft_config, exclude_unadapted
 from mca_models.lora.targets import linear_targets, unused_modules
 from mca_models.templates import config_from_hf, get_family
-from mca_models.templates.trainable_parts import model_part, model_parts
+from mca_models.templates.parts.vision_language import model_part, model_parts
 
 _OMNI = ("gemma4-e2b", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker")
 

@@ -21,7 +21,7 @@ from mca_models.megatron.features.mrope import mrope_axes
 from mca_models.megatron.features.processor_media import sequence_media
 from mca_models.megatron.features.vision_tower import vision_model
 from mca_models.templates import config_from_hf, get_family
-from mca_models.templates.trainable_parts import model_part, model_parts
+from mca_models.templates.parts.vision_language import model_part, model_parts
 
 VIRTUAL = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
 

@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_M
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from mca_config.errors import McaError
-from mca_config.reference import update_document
-from mca_models.templates import FAMILIES, config_from_hf, page
+from mca_models.templates import FAMILIES, config_from_hf
 from mca_models.templates.catalog import REFUSED, SUPPORTED
 
 DOCS = Path(__file__).parents[4] / "docs"
@@ -64,22 +62,6 @@ get_family("phi")
 assert files & sys.modules.keys() == {"mca_models.templates.phi"}
 """
     subprocess.run([sys.executable, "-c", program], check=True)
-
-
-@pytest.mark.parametrize(
-    ("name", "table", "kind"),
-    [
-        ("families.md", page.supported_table, "llama"),
-        ("reference/unsupported_types.md", page.refused_table, "rwkv"),
-    ],
-)
-def test_the_documented_families_are_those_of_the_catalog(
-    name: str, table: Callable[[], str], kind: str
-) -> None:
-    text = (DOCS / name).read_text()
-    assert update_document(text, page.TABLES) == text, f"run: python -m mca_models.templates.page docs/{name}"
-    assert table() in text
-    assert update_document(text.replace(f"`{kind}`", "`lama`"), page.TABLES) == text
 
 
 def test_examples_of_unsupported_families_are_in_the_catalog() -> None:

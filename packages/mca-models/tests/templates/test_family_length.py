@@ -14,15 +14,14 @@ BOUND = 40
 
 LONGER = {
     "tables of a vision model's tensors": (
-        *("gemma4", "got_ocr2", "internvl", "kimi", "lfm", "llama4", "minicpm", "minimax", "ovis2"),
+        *("gemma4", "internvl", "kimi", "lfm", "llama4", "minicpm", "minimax"),
     ),
     "layers with a state beside those with attention, under keys and names of their own": (
-        *("bailing_hybrid", "falcon", "jamba", "nemotron_h"),
+        *("bailing_hybrid", "falcon", "nemotron_h"),
     ),
     "windows, ropes, heads, norms or experts that differ by layer, in several forms of config.json": (
-        *("afmoe", "mimo"),
+        "mimo",
     ),
-    "older than Llama: names, arrangements and keys that no other family has": ("bloom", "opt"),
     "experts on a shortcut, and some without weights": ("longcat_flash",),
     "experts with biases, in one tensor and interleaved": ("gpt_oss",),
 }

@@ -13,7 +13,7 @@ import transformers
 import mca_models.templates
 from mca_config.model import DEFAULTS
 from mca_models.templates import FAMILIES, config_from_hf
-from mca_models.templates.lens import Lens
+from mca_models.templates.config_table import Lens
 from mca_models.templates.parts.moe import AUX_LOSS
 
 FOLDER = Path(mca_models.templates.__file__).parent

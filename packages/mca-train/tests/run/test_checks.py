@@ -10,7 +10,7 @@ from safetensors.numpy import save
 from mca_train.cli import main
 from mca_train.config import model
 from mca_train.run import plan_command, rules, train
-from mca_train.run.file_rules import weights_problems
+from mca_train.run.early_rules import weights_problems
 from mca_train.run.settings import load_values, make_settings
 from mca_train.tasks import TASKS
 

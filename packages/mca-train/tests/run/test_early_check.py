@@ -30,7 +30,7 @@ from mca_train.config import early_arguments as checks
 from mca_train.config.early_arguments import early_arguments
 from mca_train.lr_schedule import schedule_problems
 from mca_train.plan.options import PlanOptions
-from mca_train.run.file_rules import read_columns
+from mca_train.run.early_rules import read_columns
 from mca_train.run.rules import check
 from mca_train.run.settings import check_run, load_values, make_settings, plan_problems
 from mca_train.tasks import TASKS

@@ -36,7 +36,7 @@ from mca_models.storage.source import (
     require_same_names,
 )
 from mca_models.templates import config_from_hf, get_family
-from mca_models.templates.composite_config import QUANTIZATION
+from mca_models.templates.config_table import QUANTIZATION
 from mca_models.templates.shapes import full_shape
 from mca_models.weights import Param
 

@@ -42,7 +42,7 @@ from mca_models.megatron.state.stream import Piece
 from mca_models.megatron.state.torch_dist import PendingSave, save_torch_dist
 from mca_models.megatron.state.weight_receiver import Weight
 from mca_models.megatron.types import MegatronConfig
-from mca_models.templates.trainable_parts import PARTS, Part, model_part, model_parts
+from mca_models.templates.parts.vision_language import PARTS, Part, model_part, model_parts
 from mca_models.weights import Param
 
 CheckpointFormat = Literal["mca", "torch_dist"]

@@ -14,8 +14,7 @@ from mca_models.quantization.mxfp4_read import BLOCKS, GROUP, SCALES, Mxfp4Tenso
 from mca_models.storage.byte_ranges import Shape
 from mca_models.storage.dtypes import ITEM_SIZES
 from mca_models.storage.safetensors import TensorInfo
-from mca_models.templates.composite_config import QUANTIZATION, without_quantization
-from mca_models.templates.config_table import with_dtype
+from mca_models.templates.config_table import QUANTIZATION, with_dtype, without_quantization
 from mca_models.weights import Param, Stage
 
 HfTensor = TensorInfo | Fp8Tensor | Mxfp4Tensor

@@ -8,8 +8,7 @@ from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.templates.catalog import unsupported
 from mca_models.templates.classification_head import head_from_hf, head_to_hf
-from mca_models.templates.composite_config import without_quantization
-from mca_models.templates.config_table import HfConfig
+from mca_models.templates.config_table import HfConfig, without_quantization
 from mca_models.templates.family import Family
 
 __all__ = ["FAMILIES", "Family", "config_from_hf", "config_to_hf", "get_family"]
@@ -48,52 +47,40 @@ class _Families(MutableMapping[str, Family]):
 
 
 FILES = {
-    "afmoe": "afmoe",
-    "apertus": "apertus",
-    "aria_text": "aria_text",
     "bailing_hybrid": "bailing_hybrid",
-    "bamba": "bamba",
-    "bloom": "bloom",
     "cohere": "aya_vision cohere cohere2 cohere2_moe cohere2_vision",
     "deepseek": "axk1 deepseek_v2 deepseek_v3 deepseek_v32 deepseek_vl kimi_k2 youtu",
-    "dots1": "dots1",
-    "ernie": "ernie4_5 ernie4_5_moe",
     "exaone": "exaone exaone4 exaone4_5 exaone_moe",
     "falcon": "falcon falcon_h1",
-    "flint": "flint",
     "gemma": "gemma gemma2 gemma3 gemma3_text vaultgemma",
     "gemma4": "gemma4 gemma4_text gemma4_unified gemma4_unified_text",
     "glm": "glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa solar_open",
     "glm4v": "glm46v glm4v glm4v_moe glm_ocr glmga",
-    "got_ocr2": "got_ocr2",
-    "gpt": "gpt2 gpt_bigcode gpt_neox gptj persimmon starcoder2",
+    "gpt": "bloom gpt2 gpt_bigcode gpt_neox gptj opt persimmon starcoder2",
     "gpt_oss": "gpt_oss",
     "granite": "granite granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared hyperclovax",
     "hunyuan": "hunyuan_v1_dense hunyuan_v1_moe hy_v3",
-    "idefics3": "idefics3 smolvlm",
     "internvl": "internvl qianfan_ocr",
-    "jamba": "jamba",
     "kimi": "kimi_k25 kimi_linear",
     "lfm": "lfm2 lfm2_moe lfm2_vl lfm3 lfm3_vl",
     "llama4": "llama4 llama4_text",
-    "llama_like": "arcee cwm helium internlm3 iquestcoder jais2 llama nanochat nemotron seed_oss smollm3 stablelm",
-    "llava": "llava llava_next llava_onevision vipllava",
+    "llama_like": "apertus arcee cwm ernie4_5 helium internlm3 iquestcoder jais2 llama nanochat nemotron seed_oss "
+    "smollm3 stablelm",
+    "llama_moe_like": "afmoe aria_text dots1 ernie4_5_moe flint",
+    "llava_like": "got_ocr2 idefics3 llava llava_next llava_onevision ovis2 smolvlm vipllava",
     "longcat_flash": "longcat_flash",
-    "mamba": "falcon_mamba mamba mamba2",
+    "mamba": "bamba falcon_mamba jamba mamba mamba2",
     "mimo": "mimo mimo_v2_flash",
     "minicpm": "minicpm3 minicpmv4_6",
     "minimax": "minimax minimax_m2 minimax_m3_vl minimax_m3_vl_text",
     "mistral": "lighton_ocr ministral ministral3 mistral mistral3 mistral4 mixtral",
     "nemotron_h": "nemotron_h",
     "olmo": "flex_olmo olmo olmo2 olmo3 olmo_hybrid olmoe",
-    "opt": "opt",
-    "ovis2": "ovis2",
     "phi": "phi phi3 phimoe",
     "qwen": "mellum qwen2 qwen2_moe qwen3 qwen3_moe",
-    "qwen2_vl": "qwen2_5_vl qwen2_vl",
     "qwen3_5": "qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next",
-    "qwen3_vl": "qwen3_vl qwen3_vl_moe",
     "qwen_omni": "qwen2_5_omni qwen2_5_omni_thinker qwen3_asr qwen3_omni_moe qwen3_omni_moe_thinker",
+    "qwen_vl": "qwen2_5_vl qwen2_vl qwen3_vl qwen3_vl_moe",
     "sarvam": "sarvam_mla sarvam_moe",
     "whisper_like": "audioflamingo3 glmasr qwen2_audio voxtral",
 }

@@ -11,10 +11,10 @@ from mca_models.templates.config_table import (
     Field,
     Fixed,
     HfConfig,
+    Lens,
     dense_fields,
 )
 from mca_models.templates.family import Family
-from mca_models.templates.lens import Lens
 from mca_models.templates.parts.common import embedding, head, renamed
 from mca_models.templates.parts.kimi_delta_attention import (
     delta_and_latent_attention,

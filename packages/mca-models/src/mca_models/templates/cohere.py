@@ -12,12 +12,12 @@ from mca_models.templates.config_table import (
     ConfigTable,
     Field,
     HfConfig,
+    Lens,
     dense_fields,
     norm_epsilon,
     read_rope,
 )
 from mca_models.templates.family import Family, by_type
-from mca_models.templates.lens import Lens
 from mca_models.templates.parts.clip_tower import CLIP_SPELLINGS, shuffled_tokens, siglip_tower, unused_states
 from mca_models.templates.parts.common import dense_layers
 from mca_models.templates.parts.moe import (

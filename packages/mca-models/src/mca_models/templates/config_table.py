@@ -1,21 +1,21 @@
 """Tables that translate a HF ``config.json`` to a ``McaModelConfig`` and back.
 
-The tables of the families are in the files of the families.
+A fact that is one key is a `Field`; one that needs several keys, or computation, is a `Lens`. The tables of the
+families are in the files of the families; `parts.vision_tower` implements `CompositeConfig` for vision-language models.
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from functools import cached_property
+from typing import Literal, Protocol
 
 from mca_config.errors import HfConfigError, McaError
 from mca_config.model import DEFAULTS, SECTIONS
 from mca_config.model_config import McaModelConfig, require_ranges
 from mca_config.types import JsonObject, Typed, Values
-from mca_models.templates.composite_config import QUANTIZATION, TEXT_ONLY, CompositeConfig
-from mca_models.templates.lens import HfConfig as HfConfig
-from mca_models.templates.lens import Lens
 
+HfConfig = JsonObject
 REQUIRED: Typed = object()
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -119,6 +119,62 @@ class DropoutTogether:
                 f"config.json: '{self.embeddings}' is {own} and '{self.layers}' {theirs or 0}; supported: 0 both, or "
                 "neither (Megatron drops of embeddings as of layers)"
             )
+
+
+def _write_nothing(values: Values) -> HfConfig:
+    return {}
+
+
+@dataclass(frozen=True)
+class Lens:
+    """A fact of ``config.json``, or several that depend on each other, in both directions.
+
+    Args:
+        read: Return the fields of ``McaModelConfig`` for the keys of ``config.json``.
+        write: Return the keys for the fields by name; by default the other keys determine the fields.
+    """
+
+    read: Callable[[HfConfig], JsonObject]
+    write: Callable[[Values], HfConfig] = _write_nothing
+
+
+class CompositeConfig(Protocol):
+    """Layout of a ``config.json`` that holds the keys of a text model and others."""
+
+    def text_config(self, hf: JsonObject) -> JsonObject:
+        """Return the keys of the text model, as in a text-only file."""
+
+    def other_fields(self, hf: JsonObject) -> Values:
+        """Return the fields of ``McaModelConfig`` that the other keys give."""
+
+    def update_text(self, hf: JsonObject, changes: Values) -> JsonObject:
+        """Return ``hf`` with ``changes`` to its text keys."""
+
+    def compose(self, text: JsonObject, config: McaModelConfig) -> JsonObject:
+        """Compose the file for ``config`` from the keys ``text`` of its text model."""
+
+
+class TextOnlyConfig:
+    """A ``config.json`` that describes a text model and nothing else."""
+
+    def text_config(self, hf: JsonObject) -> JsonObject:
+        """Return the keys that describe the text model."""
+        return hf
+
+    def other_fields(self, hf: JsonObject) -> Values:
+        """Return the fields of ``McaModelConfig`` that the text keys do not give."""
+        return {}
+
+    def update_text(self, hf: JsonObject, changes: Values) -> JsonObject:
+        """Return ``hf`` with ``changes`` to its text keys."""
+        return {**hf, **changes}
+
+    def compose(self, text: JsonObject, config: McaModelConfig) -> JsonObject:
+        """Compose the file for ``config`` from the keys ``text`` of its text model."""
+        return text
+
+
+TEXT_ONLY = TextOnlyConfig()
 
 
 CAUSAL = Fixed("is_causal", (True,), "Megatron's decoder is causal")
@@ -241,6 +297,48 @@ class ConfigTable:
         return hf
 
 
+@dataclass(frozen=True)
+class TextFamilyTable:
+    """``ConfigTable`` whose text part may be of several families.
+
+    Args:
+        tables: By HF's ``model_type`` of that part.
+        assumed: A part without a type is of the first.
+    """
+
+    tables: Mapping[str, ConfigTable]
+    assumed: bool = False
+
+    @cached_property
+    def _first(self) -> ConfigTable:
+        return next(iter(self.tables.values()))
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        """Return the fields of the first text family."""
+        return self._first.fields
+
+    def to_mca(self, hf: HfConfig) -> McaModelConfig:
+        """Return the model that ``hf`` describes."""
+        return self._table(hf).to_mca(hf)
+
+    def to_hf(self, config: McaModelConfig, architecture: str) -> HfConfig:
+        """Return ``config.json`` for ``config``."""
+        return self.tables[config.text_model_type or ""].to_hf(config, architecture)
+
+    def _table(self, hf: HfConfig) -> ConfigTable:
+        text = hf.get("text_config")
+        if self.assumed and not (isinstance(text, dict) and text.get("model_type")):
+            return self._first
+        kind = str(text.get("model_type") if isinstance(text, dict) else None)
+        if kind not in self.tables:
+            raise HfConfigError(
+                f"config.json: text_config is of model_type {kind!r:.80}; supported in a {hf['model_type']} model: "
+                f"{', '.join(self.tables)}"
+            )
+        return self.tables[kind]
+
+
 def _require_pairs(values: JsonObject) -> None:
     """Raise if a head rotates an odd number of its dimensions: RoPE rotates them in pairs."""
     width, share = values["kv_channels"], values["rotary_percent"]
@@ -260,6 +358,19 @@ def _whole_head(values: Values) -> float:
             "1.0 (transformers fails with it in this family)"
         )
     return 1.0
+
+
+QUANTIZATION = "quantization_config"
+"""Key of the quantisation of the stored weights, which all readers trust."""
+
+
+def without_quantization(hf: Values) -> JsonObject:
+    """A ``config.json`` of weights that are not quantised; transformers looks at its top and into its text part."""
+    plain = {key: value for key, value in hf.items() if key != QUANTIZATION}
+    text = plain.get("text_config")
+    if isinstance(text, dict) and QUANTIZATION in text:
+        plain["text_config"] = {key: value for key, value in text.items() if key != QUANTIZATION}
+    return plain
 
 
 _DTYPE_KEYS = ("dtype", "torch_dtype")
@@ -311,6 +422,17 @@ def read_rope(hf: Values) -> JsonObject:
 def _original_context(rope: Values, hf: Values) -> Typed:
     """Return the original context: the key outside of RoPE wins; the default is the full context."""
     return hf.get(ORIGINAL) or rope.get(ORIGINAL) or hf.get("max_position_embeddings")
+
+
+def is_moe_layer(values: Values, layer: int) -> bool:
+    """Return whether decoder ``layer`` has experts."""
+    flags = values["moe_layer_freq"]
+    return values["num_moe_experts"] is not None and (flags is None or bool(flags[layer]))
+
+
+def is_mamba_layer(values: Values, layer: int) -> bool:
+    """Return whether decoder ``layer`` is a Mamba layer."""
+    return bool(values["layer_types"] and values["layer_types"][layer] == "mamba")
 
 
 def head_dim(hf: Values) -> int:

@@ -14,10 +14,10 @@ from mca_models.templates.config_table import (
     Field,
     Fixed,
     HfConfig,
+    Lens,
     dense_fields,
 )
 from mca_models.templates.family import Family, by_type
-from mca_models.templates.lens import Lens
 from mca_models.templates.parts.clip_tower import siglip_tower
 from mca_models.templates.parts.common import inner
 from mca_models.templates.parts.mla import (

@@ -5,9 +5,15 @@ from functools import partial
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
-from mca_models.templates.config_table import SILU, SWIGLU_WITHOUT_BIASES, ConfigTable, HfConfig, dense_fields
+from mca_models.templates.config_table import (
+    SILU,
+    SWIGLU_WITHOUT_BIASES,
+    ConfigTable,
+    HfConfig,
+    Lens,
+    dense_fields,
+)
 from mca_models.templates.family import Family, by_type
-from mca_models.templates.lens import Lens
 from mca_models.templates.parts.common import dense_layers, renamed
 from mca_models.templates.parts.moe import (
     NORMALISED,

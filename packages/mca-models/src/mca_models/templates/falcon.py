@@ -13,11 +13,11 @@ from mca_models.templates.config_table import (
     Field,
     Fixed,
     HfConfig,
+    Lens,
     dense_fields,
     norm_epsilon,
 )
 from mca_models.templates.family import Family, by_type
-from mca_models.templates.lens import Lens
 from mca_models.templates.parts.common import attention, dense_mlp, embedding, head, renamed
 from mca_models.templates.parts.legacy import FALCON_OUTER, fused_params, token_head
 from mca_models.templates.parts.mamba import (

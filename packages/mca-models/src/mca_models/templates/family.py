@@ -11,11 +11,10 @@ from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
 from mca_config.printable import counted
 from mca_config.types import FamilyConfig, Values
-from mca_models.templates.config_table import ConfigTable
+from mca_models.templates.config_table import ConfigTable, TextFamilyTable
 from mca_models.templates.parts.names import HF_HEAD, MoeNames
 from mca_models.templates.parts.vision_tower import MORE, SPELLING, VisionModel
 from mca_models.templates.shapes import Shape, hf_shapes
-from mca_models.templates.text_families import TextFamilyTable
 from mca_models.weights import Param
 
 logger = logging.getLogger(__name__)

@@ -7,9 +7,8 @@ from mca_config.errors import HfConfigError
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.templates import get_family
-from mca_models.templates.config_table import SILU, ConfigTable, Field, Fixed, HfConfig, dense_fields
+from mca_models.templates.config_table import SILU, ConfigTable, Field, Fixed, HfConfig, Lens, dense_fields
 from mca_models.templates.family import Family, by_type
-from mca_models.templates.lens import Lens
 from mca_models.templates.parts.common import attention, dense_mlp, embedding, fused_mlp, head, renamed
 from mca_models.templates.parts.mla import SIGMOID_MLA
 from mca_models.templates.parts.moe import (

@@ -8,9 +8,8 @@ from typing import Literal
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.templates import get_family
-from mca_models.templates.config_table import HfConfig, head_dim
+from mca_models.templates.config_table import HfConfig, Lens, head_dim
 from mca_models.templates.family import Family, by_type
-from mca_models.templates.lens import Lens
 from mca_models.templates.parts.moe import AUX_LOSS, GROUPED_EXPERTS
 from mca_models.templates.parts.passthrough import with_mtp_passthrough
 from mca_models.templates.parts.qwen_tower import MERGERS, VISUAL, patches

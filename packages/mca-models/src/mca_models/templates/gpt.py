@@ -1,4 +1,4 @@
-"""GPT-2 and its heirs before Llama: GPT-J, GPT-NeoX, Persimmon, StarCoder."""
+"""GPT-2 and its heirs before Llama: GPT-J, GPT-NeoX, OPT, BLOOM, Persimmon, StarCoder."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
@@ -15,15 +15,27 @@ from mca_models.templates.config_table import (
     Field,
     Fixed,
     HfConfig,
+    Lens,
     dense_fields,
     norm_epsilon,
     read_rope,
 )
 from mca_models.templates.family import Family, by_type
-from mca_models.templates.lens import Lens
-from mca_models.templates.parts.common import dense_layers, fused_qkv, grouped_qkv, renamed
+from mca_models.templates.parts.common import (
+    attention,
+    dense_layers,
+    dense_mlp,
+    embedding,
+    fused_qkv,
+    grouped_qkv,
+    head,
+    positions,
+    renamed,
+    with_norm_biases,
+)
 from mca_models.templates.parts.legacy import (
     BARE,
+    FALCON_OUTER,
     FUSED_FIELDS,
     GPT_DROPOUTS,
     GPT_OUTER,
@@ -37,7 +49,7 @@ from mca_models.templates.parts.legacy import (
     write_gpt2_heads,
 )
 from mca_models.templates.shapes import Shape
-from mca_models.weights import Param, Transposed
+from mca_models.weights import Param, Stage, Transposed, expand_rules
 
 # GPT-J: HF `GPTJForCausalLM`: parallel attention and MLP after one LayerNorm, biases in the MLP only.
 INNER = {
@@ -274,4 +286,131 @@ STARCODER2 = Family(
     params=_starcoder2_params,
 )
 
-FAMILIES = by_type(GPTJ, GPT2, GPT_BIGCODE, GPT_NEOX, PERSIMMON, STARCODER2)
+
+# OPT: HF `OPTForCausalLM`: learned positions, LayerNorms, biases everywhere, ReLUs.
+_OPT_INNER = {
+    **{"input_layernorm": "self_attn_layer_norm", "post_attention_layernorm": "final_layer_norm"},
+    **{"o_proj": "out_proj", "mlp.up_proj": "fc1", "mlp.down_proj": "fc2"},
+}
+_OPT_OUTER = {"model.norm": "model.decoder.final_layer_norm", "model.": "model.decoder."}
+_OPT_OTHERS = ("ffn_hidden_size", "num_query_groups", "kv_channels", "layernorm_epsilon", "init_method_std")
+
+
+def _opt_derive(hf: HfConfig) -> JsonObject:
+    """Sizes of a head."""
+    heads, size = hf["num_attention_heads"], hf["hidden_size"]
+    own = Fixed("word_embed_proj_dim", (size, None), "embeddings are as wide as layers")
+    own.check({"word_embed_proj_dim": size, **hf})
+    return {"num_query_groups": heads, "kv_channels": size // heads}
+
+
+def _opt_write(values: Values) -> HfConfig:
+    return {"activation_function": values["hidden_act"], "do_layer_norm_before": True}
+
+
+def _opt_params(config: McaModelConfig) -> list[Param]:
+    rules = renamed([*attention(config), *dense_mlp(config)], _OPT_INNER)
+    layers = expand_rules(rules, layers=range(config.num_layers))
+    return renamed([embedding(), positions(), *layers, *head(config)], _OPT_OUTER)
+
+
+OPT = Family(
+    model_type="opt",
+    architecture="OPTForCausalLM",
+    config=ConfigTable(
+        fields=(
+            *(its for its in dense_fields(tied=True) if its.mca not in _OPT_OTHERS),
+            Field("ffn_hidden_size", "ffn_dim", 3072),
+            Field("init_method_std", "init_std", 0.02),
+            Field("add_bias_linear", "enable_bias", True),
+            Field("hidden_act", "activation_function", "relu"),
+            Field("hidden_dropout", "dropout", 0.1),
+        ),
+        defaults={"pad_token_id": 1, "max_position_embeddings": 2048},
+        constants={
+            **{"normalization": "LayerNorm", "layernorm_epsilon": 1e-5, "gated_linear_unit": False},
+            **{"learned_positions": True, "position_offset": 2},
+        },
+        fixed=(
+            Fixed("do_layer_norm_before", (True,), "350M alone has its post-norms, on the residual"),
+            Fixed("_remove_final_layer_norm", (False,), "there is a last norm"),
+            Fixed("layer_norm_elementwise_affine", (True,), "norms have weights"),
+            Fixed("layerdrop", (0.0, 0), "no layer is left out in training"),
+        ),
+        facts=(Lens(_opt_derive, _opt_write),),
+    ),
+    params=_opt_params,
+)
+
+
+# BLOOM: HF `BloomForCausalLM`: ALiBi, LayerNorms, of embeddings too, biases everywhere.
+_BLOOM_NORM = Param(
+    mca="embedding.layernorm.weight", hf=("model.word_embeddings_layernorm.weight",), stage=Stage.FIRST
+)
+
+
+def _bloom_heads(hf: HfConfig) -> int:
+    return int(hf.get("n_head") or hf.get("num_attention_heads") or 8)
+
+
+def _bloom_size(hf: HfConfig) -> int:
+    return int(hf.get("n_embed") or hf.get("hidden_size") or 64)
+
+
+def _bloom_derive(hf: HfConfig) -> JsonObject:
+    """Sizes of heads and of the MLP; positions have no end."""
+    heads, size = _bloom_heads(hf), _bloom_size(hf)
+    ends = {"max_position_embeddings": hf.get("seq_length") or 2048, "ffn_hidden_size": 4 * size}
+    return {"num_query_groups": heads, "kv_channels": size // heads, **ends}
+
+
+def _bloom_write(values: Values) -> HfConfig:
+    return {"seq_length": values["max_position_embeddings"]}
+
+
+def _bloom_extra(config: McaModelConfig, names: Collection[str], shapes: Mapping[str, Shape]) -> Values:
+    """Return whether the names lack the prefix, as in the first published files."""
+    return {BARE: True} if "word_embeddings.weight" in names else {}
+
+
+def _bloom_params(config: McaModelConfig) -> list[Param]:
+    first, *rest = fused_params(config)
+    own = {"model.word_embeddings_layernorm": "transformer.word_embeddings_layernorm"}
+    norm = renamed(with_norm_biases(config, [_BLOOM_NORM]), own)
+    named = [*renamed([first], FALCON_OUTER), *norm, *renamed(rest, FALCON_OUTER | token_head(config))]
+    return renamed(named, {"transformer.": ""}) if config.extra.get(BARE) else named
+
+
+BLOOM = Family(
+    model_type="bloom",
+    architecture="BloomForCausalLM",
+    config=ConfigTable(
+        fields=(
+            Field("num_layers", "n_layer", lambda hf: hf.get("num_hidden_layers", 2)),
+            Field("hidden_size", "hidden_size", _bloom_size),
+            Field("num_attention_heads", "n_head", _bloom_heads),
+            Field("vocab_size", "vocab_size"),
+            Field("layernorm_epsilon", "layer_norm_epsilon", 1e-5),
+            Field("init_method_std", "initializer_range", 0.02),
+            Field("tie_word_embeddings", "tie_word_embeddings", True),
+            Field("hidden_dropout", "hidden_dropout", 0.0),
+            Field("attention_dropout", "attention_dropout", 0.0),
+        ),
+        constants={
+            **{"normalization": "LayerNorm", "add_bias_linear": True, "gated_linear_unit": False},
+            **{"alibi": True, "embedding_layernorm": True, "hidden_act": "gelu_pytorch_tanh"},
+        },
+        fixed=(
+            Fixed(
+                "apply_residual_connection_post_layernorm", (False,), "residuals are what was not normalized"
+            ),
+        ),
+        aliases={"num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},
+        facts=(Lens(_bloom_derive, _bloom_write),),
+    ),
+    params=_bloom_params,
+    detect_extra=_bloom_extra,
+    module_names={BARE: False},
+)
+
+FAMILIES = by_type(GPTJ, GPT2, GPT_BIGCODE, GPT_NEOX, PERSIMMON, STARCODER2, OPT, BLOOM)

@@ -8,11 +8,11 @@ from mca_models.templates.config_table import (
     Field,
     Fixed,
     HfConfig,
+    Lens,
     dense_fields,
     read_rope,
 )
 from mca_models.templates.family import Family
-from mca_models.templates.lens import Lens
 from mca_models.templates.parts.common import MLP, attention, embedding, head, inner
 from mca_models.templates.parts.moe import aux_loss, expert_fields, write_aux_loss
 from mca_models.templates.parts.names import HF

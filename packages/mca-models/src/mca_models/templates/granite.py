@@ -14,12 +14,12 @@ from mca_models.templates.config_table import (
     ConfigTable,
     Field,
     HfConfig,
+    Lens,
     dense_fields,
     head_dim,
     read_rope,
 )
 from mca_models.templates.family import Family, by_type
-from mca_models.templates.lens import Lens
 from mca_models.templates.parts.common import attention, dense_layers, embedding, head, inner, renamed
 from mca_models.templates.parts.mamba import (
     BAMBA,

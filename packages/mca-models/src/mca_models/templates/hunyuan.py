@@ -13,10 +13,10 @@ from mca_models.templates.config_table import (
     Field,
     Fixed,
     HfConfig,
+    Lens,
     dense_fields,
 )
 from mca_models.templates.family import Family, by_type
-from mca_models.templates.lens import Lens
 from mca_models.templates.parts.common import dense_layers, renamed
 from mca_models.templates.parts.moe import (
     SIGMOID_ROUTER,

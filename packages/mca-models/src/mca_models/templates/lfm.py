@@ -4,9 +4,16 @@ import math
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
-from mca_models.templates.config_table import NO_ATTENTION_BIAS, ConfigTable, Field, Fixed, HfConfig
+from mca_models.templates.config_table import (
+    NO_ATTENTION_BIAS,
+    ConfigTable,
+    Field,
+    Fixed,
+    HfConfig,
+    Lens,
+    is_moe_layer,
+)
 from mca_models.templates.family import Family, by_type
-from mca_models.templates.lens import Lens, is_moe_layer
 from mca_models.templates.parts.clip_tower import CLIP_SPELLINGS, siglip2_tower
 from mca_models.templates.parts.common import dense_mlp, embedding, head
 from mca_models.templates.parts.moe import (

@@ -12,10 +12,11 @@ from mca_models.templates.config_table import (
     Field,
     Fixed,
     HfConfig,
+    Lens,
     dense_fields,
+    is_moe_layer,
 )
 from mca_models.templates.family import Family, by_type
-from mca_models.templates.lens import Lens, is_moe_layer
 from mca_models.templates.parts.common import renamed
 from mca_models.templates.parts.moe import NO_JITTER, TRANSPOSED, moe_params
 from mca_models.templates.parts.names import TRANSPOSED_EXPERTS, MoeNames

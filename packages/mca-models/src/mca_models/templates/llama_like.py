@@ -16,16 +16,16 @@ from mca_models.templates.config_table import (
     Field,
     Fixed,
     HfConfig,
+    Lens,
     dense_fields,
     norm_epsilon,
     read_rope,
 )
 from mca_models.templates.family import Family, by_type
-from mca_models.templates.lens import Lens
-from mca_models.templates.parts.common import dense_layers, renamed
+from mca_models.templates.parts.common import dense_layers, inner, renamed
 from mca_models.templates.parts.rope import FULL, LLAMA3, SLIDING, write_layer_types
 from mca_models.templates.parts.sliding_window import write_window
-from mca_models.weights import Param
+from mca_models.weights import SEPARATE, Layout, Param, Shaped, expand_rules
 
 
 def _llama_like(model_type: str, architecture: str, config: ConfigTable) -> Family:
@@ -50,21 +50,44 @@ def _smollm3_write(values: Values) -> HfConfig:
     return {"no_rope_layers": rotated, **write_window(values)}
 
 
+_APERTUS_ROPE = {**LLAMA3, "rope_theta": 12e6, "factor": 8.0}
 _CWM_ROPE = {**LLAMA3, "rope_theta": 1e6, "factor": 16.0}
 
 
+def _own_rope(hf: HfConfig, rope: JsonObject) -> JsonObject:
+    """Return the family's ``rope`` if the file names none."""
+    named = any(hf.get(key) is not None for key in ("rope_parameters", "rope_scaling"))
+    return {} if named else read_rope({"rope_parameters": rope})
+
+
 def _cwm_derive(hf: HfConfig) -> JsonObject:
-    """Each layer's kind, and the family's own rope if none is named."""
+    """Derive each layer's kind, and the rope."""
     pattern = [SLIDING if i % 4 else FULL for i in range(hf["num_hidden_layers"])]
     window = hf.get("sliding_window", 8192) or None
     kinds = tuple(hf.get("layer_types") or pattern) if window else None
-    named = any(hf.get(key) is not None for key in ("rope_parameters", "rope_scaling"))
-    rope = {} if named else read_rope({"rope_parameters": _CWM_ROPE})
-    return {"window_size": window, "layer_types": kinds, **rope}
+    return {"window_size": window, "layer_types": kinds, **_own_rope(hf, _CWM_ROPE)}
 
 
 def _cwm_write(values: Values) -> HfConfig:
     return {"sliding_window": values["window_size"] or 0, **write_layer_types(values)}
+
+
+_XIELU: dict[str, Layout] = {
+    "alpha_p": SEPARATE,
+    "alpha_n": SEPARATE,
+    "beta": Shaped(()),
+    "eps": Shaped(()),
+}
+"""Weights of Apertus' activation."""
+
+
+def _apertus_params(config: McaModelConfig) -> list[Param]:
+    norms = {"input_layernorm": "attention_layernorm", "post_attention_layernorm": "feedforward_layernorm"}
+    weights = [
+        inner(f"mlp.activation_func.{part}", f"mlp.act_fn.{part}", hf_layout=layout)
+        for part, layout in _XIELU.items()
+    ]
+    return [*renamed(dense_layers(config), norms), *expand_rules(weights, layers=range(config.num_layers))]
 
 
 def _nanochat_params(config: McaModelConfig) -> list[Param]:
@@ -133,6 +156,17 @@ FAMILIES = by_type(
             defaults={"num_key_value_heads": 20, "head_dim": 128, "rope_theta": 1e5, "pad_token_id": 3},
             constants={"rotary_interleaved": True},
             fixed=SWIGLU_WITHOUT_BIASES,
+        ),
+    ),
+    # ERNIE 4.5, dense: Llama's weights; RoPE turns neighbouring channels.
+    _llama_like(
+        "ernie4_5",
+        "Ernie4_5ForCausalLM",
+        ConfigTable(
+            fields=dense_fields(tied=True, eps=1e-5),
+            defaults={"num_key_value_heads": 2, "head_dim": 128, "rope_theta": 5e5, "pad_token_id": 0},
+            constants={"rotary_interleaved": True},
+            fixed=(SILU, Fixed("use_bias", (False, None), "no published model has biases")),
         ),
     ),
     # Arcee AFM: Llama with an MLP of squared ReLU, without a gate.
@@ -210,6 +244,21 @@ FAMILIES = by_type(
             fixed=SWIGLU_WITHOUT_BIASES,
             facts=(Lens(_cwm_derive, _cwm_write),),
         ),
+    ),
+    # Apertus: an activation with weights, no gate, QK-norm for each head.
+    replace(
+        _llama_like(
+            "apertus",
+            "ApertusForCausalLM",
+            ConfigTable(
+                fields=dense_fields(eps=1e-5),
+                defaults={"pad_token_id": 3, "rope_theta": _APERTUS_ROPE["rope_theta"]},
+                constants={"hidden_act": "xielu", "gated_linear_unit": False, "qk_layernorm": True},
+                fixed=(NO_ATTENTION_BIAS, Fixed("hidden_act", ("xielu",), "this family's MLP")),
+                facts=(Lens(lambda hf: _own_rope(hf, _APERTUS_ROPE)),),
+            ),
+        ),
+        params=_apertus_params,
     ),
     # nanochat: norms without weights, of embeddings too; squared ReLU, capped logits.
     replace(

@@ -16,10 +16,10 @@ from mca_models.templates.config_table import (
     Field,
     Fixed,
     HfConfig,
+    Lens,
     dense_fields,
 )
 from mca_models.templates.family import Family
-from mca_models.templates.lens import Lens
 from mca_models.templates.parts.common import dense_mlp, embedding, head, renamed
 from mca_models.templates.parts.mla import LATENT_FIELDS, latent_attention
 from mca_models.templates.parts.moe import SCALED, experts, router, shared_experts

@@ -1,4 +1,4 @@
-"""Models of state space layers only: HF ``MambaForCausalLM``, ``FalconMambaForCausalLM``, ``Mamba2ForCausalLM``."""
+"""State space models: Mamba and Falcon Mamba, Mamba 2, and next to attention Bamba and Jamba."""
 
 import math
 from dataclasses import replace
@@ -6,14 +6,49 @@ from dataclasses import replace
 from mca_config.errors import HfConfigError
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
-from mca_models.templates.config_table import SILU, ConfigTable, Field, Fixed, HfConfig
+from mca_models.templates.config_table import (
+    NO_ATTENTION_BIAS,
+    NO_MLP_BIAS,
+    SILU,
+    ConfigTable,
+    Field,
+    Fixed,
+    HfConfig,
+    Lens,
+    dense_fields,
+    is_mamba_layer,
+    is_moe_layer,
+    read_rope,
+)
 from mca_models.templates.family import Family, by_type
-from mca_models.templates.lens import Lens
-from mca_models.templates.parts.common import embedding, head, renamed
-from mca_models.templates.parts.mamba import fields, least_step, mamba, require_groups
-from mca_models.templates.parts.selective_scan import KIND, expanded, scanned, step_rank
+from mca_models.templates.parts.common import dense_mlp, embedding, head, renamed
+from mca_models.templates.parts.mamba import (
+    BAMBA,
+    FEED_FORWARD,
+    PLAIN_STEPS,
+    bamba_fields,
+    derive_bamba,
+    fields,
+    least_step,
+    mamba,
+    mixed_layers,
+    require_groups,
+    write_bamba,
+)
+from mca_models.templates.parts.moe import AUX_LOSS, mlp_layers
+from mca_models.templates.parts.names import MoeNames
+from mca_models.templates.parts.selective_scan import (
+    CHANNELS,
+    FIELDS,
+    KIND,
+    expanded,
+    scanned,
+    scanned_or_attended,
+    step_rank,
+)
 from mca_models.weights import Param, expand_rules
 
+# Mamba, Falcon Mamba, Mamba 2: HF `MambaForCausalLM`, `FalconMambaForCausalLM`, `Mamba2ForCausalLM`.
 NAMES = {
     **{"model.embed_tokens": "backbone.embeddings", "model.norm": "backbone.norm_f"},
     **{".mamba.": ".mixer.", ".input_layernorm": ".norm"},
@@ -130,4 +165,110 @@ MAMBA2 = Family(
     unadaptable=frozenset({"out_proj"}),
 )
 
-FAMILIES = by_type(MAMBA, FALCON_MAMBA, MAMBA2)
+
+# Bamba: HF `BambaForCausalLM`: Mamba 2 in most layers, attention in listed layers, an MLP in all.
+def _bamba_derive(hf: HfConfig) -> JsonObject:
+    """Derive the layers with attention and the sizes of Mamba layers."""
+    named = hf.get("attn_layer_indices") or ()
+    kinds = tuple("full_attention" if i in named else "mamba" for i in range(hf["num_hidden_layers"]))
+    rope = read_rope({**hf, "partial_rotary_factor": 0.5})  # transformers does not read it next to RoPE
+    return {"layer_types": kinds, **rope, **derive_bamba(hf)}
+
+
+def _bamba_write(values: Values) -> HfConfig:
+    named = [layer for layer in range(values["num_layers"]) if not is_mamba_layer(values, layer)]
+    return {"attn_layer_indices": named, **write_bamba(values)}
+
+
+def _bamba_params(config: McaModelConfig) -> list[Param]:
+    mlps = expand_rules(dense_mlp(config), layers=range(config.num_layers))
+    return renamed([embedding(), *mixed_layers(config), *mlps, *head(config)], FEED_FORWARD)
+
+
+BAMBA_FAMILY = Family(
+    model_type="bamba",
+    architecture="BambaForCausalLM",
+    config=ConfigTable(
+        fields=(*dense_fields(eps=1e-5), *bamba_fields()),
+        defaults={**BAMBA, "num_key_value_heads": 8, "pad_token_id": 0},
+        fixed=(
+            SILU,
+            NO_ATTENTION_BIAS,
+            NO_MLP_BIAS,
+            PLAIN_STEPS,
+            Fixed("z_loss_coefficient", (0.0, None), "there is no z-loss on logits"),
+        ),
+        facts=(Lens(_bamba_derive, _bamba_write),),
+        partial_rotary=True,
+    ),
+    params=_bamba_params,
+)
+
+
+# Jamba: HF `JambaForCausalLM`: Mamba 1 in most layers, attention without RoPE, experts in every other layer.
+_JAMBA_NAMES = MoeNames(router="mlp.router.weight")
+
+
+def _jamba_read(hf: HfConfig) -> JsonObject:
+    """Derive the layers with attention and those with experts, which come in periods."""
+    for kind in ("attn", "expert"):
+        offset, period = hf[f"{kind}_layer_offset"], hf[f"{kind}_layer_period"]
+        if not 0 <= offset < period:
+            raise HfConfigError(
+                f"config.json: '{kind}_layer_offset' is {offset}; expected 0 to {period - 1}, less than "
+                f"'{kind}_layer_period'"
+            )
+    layers = range(hf["num_hidden_layers"])
+    attended = [i % hf["attn_layer_period"] == hf["attn_layer_offset"] for i in layers]
+    sparse = [i % hf["expert_layer_period"] == hf["expert_layer_offset"] for i in layers]
+    experts = hf["num_experts"] if hf["num_experts"] > 1 and any(sparse) else None
+    return {
+        "layer_types": tuple("full_attention" if full else KIND for full in attended),
+        **{"no_rope_freq": (1,) * len(layers), "rope_scaling": None},  # transformers has no RoPE here
+        **{"num_moe_experts": experts, "moe_layer_freq": tuple(map(int, sparse)) if experts else None},
+        "moe_ffn_hidden_size": hf["intermediate_size"] if experts else None,
+    }
+
+
+def _period(layers: list[int], count: int) -> tuple[int, int]:
+    """Return after how many layers one of ``layers`` comes again, and the first; of none, one after the last."""
+    first, *more = layers or [count]
+    return (more[0] - first if more else count + 1), first
+
+
+def _jamba_write(values: Values) -> HfConfig:
+    count = values["num_layers"]
+    attended = [layer for layer in range(count) if values["layer_types"][layer] != KIND]
+    sparse = [layer for layer in range(count) if is_moe_layer(values, layer)]
+    keys: HfConfig = {"num_experts": values["num_moe_experts"] or 1}
+    for name, layers in (("attn", attended), ("expert", sparse)):
+        keys[f"{name}_layer_period"], keys[f"{name}_layer_offset"] = _period(layers, count)
+    return keys
+
+
+def _jamba_params(config: McaModelConfig) -> list[Param]:
+    rules = [embedding(), *scanned_or_attended(config), *mlp_layers(config, _JAMBA_NAMES), *head(config)]
+    return renamed(rules, FEED_FORWARD)
+
+
+JAMBA = Family(
+    model_type="jamba",
+    architecture="JambaForCausalLM",
+    config=ConfigTable(
+        fields=(*dense_fields(), *FIELDS, Field("moe_router_topk", "num_experts_per_tok", 2)),
+        defaults={
+            **{"num_key_value_heads": 8, "num_experts": 16, "expert_layer_period": 2, "pad_token_id": 0},
+            **{"expert_layer_offset": 1, "attn_layer_period": 8, "attn_layer_offset": 4},
+            "max_position_embeddings": 1 << 18,
+        },
+        constants={"moe_router_pre_softmax": True},
+        fixed=(SILU, PLAIN_STEPS),
+        aliases={"num_local_experts": "num_experts"},
+        facts=(Lens(_jamba_read, _jamba_write), CHANNELS, step_rank("mamba_dt_rank"), AUX_LOSS),
+    ),
+    params=_jamba_params,
+    moe=_JAMBA_NAMES,
+    unadaptable=frozenset({"dt_proj"}),
+)
+
+FAMILIES = by_type(MAMBA, FALCON_MAMBA, MAMBA2, BAMBA_FAMILY, JAMBA)

@@ -14,11 +14,11 @@ from mca_models.templates.config_table import (
     Field,
     Fixed,
     HfConfig,
+    Lens,
     dense_fields,
     read_rope,
 )
 from mca_models.templates.family import Family, by_type, count_mtp_layers
-from mca_models.templates.lens import Lens
 from mca_models.templates.parts.common import attention, dense_layers, dense_mlp, renamed
 from mca_models.templates.parts.moe import (
     NORMALISED,

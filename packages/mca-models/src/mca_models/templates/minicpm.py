@@ -11,11 +11,11 @@ from mca_models.templates.config_table import (
     ConfigTable,
     Field,
     HfConfig,
+    Lens,
     dense_fields,
     head_dim,
 )
 from mca_models.templates.family import Family, by_type
-from mca_models.templates.lens import Lens
 from mca_models.templates.parts.clip_tower import siglip_tower
 from mca_models.templates.parts.mla import LATENT_FIELDS, key_channels, mla_dense_params
 from mca_models.templates.parts.vision_language import vision_language_family

@@ -16,11 +16,11 @@ from mca_models.templates.config_table import (
     Field,
     Fixed,
     HfConfig,
+    Lens,
     dense_fields,
     read_rope,
 )
 from mca_models.templates.family import Family, by_type
-from mca_models.templates.lens import Lens
 from mca_models.templates.parts.clip_tower import encoder_layer
 from mca_models.templates.parts.common import attention, embedding, head, inner
 from mca_models.templates.parts.lightning_attention import lightning_attention

@@ -15,11 +15,11 @@ from mca_models.templates.config_table import (
     Field,
     Fixed,
     HfConfig,
+    Lens,
     dense_fields,
     read_rope,
 )
 from mca_models.templates.family import Family, by_type
-from mca_models.templates.lens import Lens
 from mca_models.templates.parts.common import dense_layers
 from mca_models.templates.parts.mla import INTERLEAVED, MLA
 from mca_models.templates.parts.moe import AUX_LOSS, NO_JITTER, expert_fields, moe_params

@@ -13,11 +13,11 @@ from mca_models.templates.config_table import (
     Field,
     Fixed,
     HfConfig,
+    Lens,
     dense_fields,
     norm_epsilon,
 )
 from mca_models.templates.family import Family
-from mca_models.templates.lens import Lens
 from mca_models.templates.parts.common import attention, dense_mlp, embedding, head, renamed
 from mca_models.templates.parts.mamba import (
     PLAIN_STEPS,

@@ -13,10 +13,10 @@ from mca_models.templates.config_table import (
     ConfigTable,
     Field,
     HfConfig,
+    Lens,
     dense_fields,
 )
 from mca_models.templates.family import Family, by_type
-from mca_models.templates.lens import Lens
 from mca_models.templates.parts import gated_delta_net as delta
 from mca_models.templates.parts.common import attention, dense_layers, dense_mlp, embedding, head, renamed
 from mca_models.templates.parts.moe import expert_fields, moe_params, sparse_layers, write_sparse

@@ -5,9 +5,8 @@ from dataclasses import dataclass, replace
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
 from mca_models.templates import get_family
-from mca_models.templates.config_table import HfConfig
+from mca_models.templates.config_table import HfConfig, Lens
 from mca_models.templates.family import Family, by_type
-from mca_models.templates.lens import Lens
 from mca_models.templates.parts.moe import sparse_layers, write_sparse
 from mca_models.templates.parts.passthrough import with_passthrough
 from mca_models.templates.parts.qwen_tower import (

@@ -5,9 +5,8 @@ from dataclasses import replace
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.templates import get_family
-from mca_models.templates.config_table import Field, Fixed, HfConfig, read_rope
+from mca_models.templates.config_table import Field, Fixed, HfConfig, Lens, read_rope
 from mca_models.templates.family import by_type
-from mca_models.templates.lens import Lens
 from mca_models.templates.parts.common import attention, fused_qkv, renamed
 from mca_models.templates.parts.moe import moe_params
 from mca_models.templates.parts.names import MoeNames

@@ -11,7 +11,7 @@ from mca_config.errors import raise_problems
 from mca_config.types import JsonObject, Typed, Values
 from mca_models.megatron.peft import get_peft_model, load_adapter
 from mca_models.megatron.virtual_models import VirtualModels
-from mca_models.templates.trainable_parts import Part, model_parts
+from mca_models.templates.parts.vision_language import Part, model_parts
 from mca_train.batching.collate import CollatorFormat
 from mca_train.clients.llama_factory_keys import DATA, FINETUNING, MEGATRON, MODEL, Key
 from mca_train.clients.samples import SampleMaker, client_samples

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from mca_config.model_config import McaModelConfig
 from mca_models.lora import load_adapter_rules
-from mca_models.templates.trainable_parts import PARTS, Part, model_part, model_parts
+from mca_models.templates.parts.vision_language import PARTS, Part, model_part, model_parts
 from mca_train.config.arguments import LoraArguments
 
 if TYPE_CHECKING:

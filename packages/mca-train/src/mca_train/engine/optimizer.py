@@ -12,7 +12,7 @@ import torch
 from mca_config.errors import McaError
 from mca_config.types import JsonObject
 from mca_models.megatron.peft import PeftModels
-from mca_models.templates.trainable_parts import PARTS, Part, model_part
+from mca_models.templates.parts.vision_language import PARTS, Part, model_part
 from mca_train import groups
 from mca_train.config.model_parts import (
     MEDIA_PARTS,

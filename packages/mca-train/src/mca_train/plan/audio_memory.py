@@ -18,7 +18,7 @@ from mca_train.plan.sizes import Sizes
 from mca_train.plan.vision_memory import Images
 
 if TYPE_CHECKING:
-    from mca_models.templates.trainable_parts import Part
+    from mca_models.templates.parts.vision_language import Part
 
 SECONDS = 30.0
 """Default length of a clip in a plan."""

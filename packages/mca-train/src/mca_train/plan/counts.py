@@ -14,8 +14,8 @@ from mca_config.model_config import McaModelConfig
 from mca_config.pipeline import PipelinePlan
 from mca_models.lora.adapter import expected_shapes
 from mca_models.templates import get_family
+from mca_models.templates.parts.vision_language import model_part
 from mca_models.templates.shapes import full_shape
-from mca_models.templates.trainable_parts import model_part
 
 if TYPE_CHECKING:
     from mca_models.lora.rules import AdapterRules, LoraFactors

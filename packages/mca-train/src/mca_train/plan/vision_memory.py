@@ -21,7 +21,7 @@ from mca_models.templates.parts.llava import count_tiles
 from mca_train.plan.sizes import Sizes
 
 if TYPE_CHECKING:
-    from mca_models.templates.trainable_parts import Part
+    from mca_models.templates.parts.vision_language import Part
 
 PIXELS = 448
 """Default side of an image in a plan."""

@@ -93,7 +93,7 @@ def print_plan(task: Task | None, values: Values, where: str, options: PlanOptio
     if media.impossible:
         return _print_impossible(media.refused, options)
     if options.plot is not None:
-        from mca_train.plots.drawing import prepare_folder
+        from mca_train.plots import prepare_folder
 
         prepare_folder(options.plot)
     planned = _Planned.from_run(findings.run, hardware, media)

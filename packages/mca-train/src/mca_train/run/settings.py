@@ -35,15 +35,15 @@ from mca_train.config.model_parts import early_part_problems, trained_parts
 from mca_train.config.renamed_options import RENAMED
 from mca_train.config.run_config import Settings, has_hub_ids, with_directories
 from mca_train.plan.options import PlanOptions
-from mca_train.run.file_rules import (
+from mca_train.run.early_rules import (
     FILE_RULES,
+    KEY_RULES,
     column_problems,
     data_files,
     directories,
     start,
     weights_problems,
 )
-from mca_train.run.key_rules import KEY_RULES
 from mca_train.tasks import TASKS, infer_task, other_task_keys
 from mca_train.tasks.task import Task
 

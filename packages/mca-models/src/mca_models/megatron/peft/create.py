@@ -18,7 +18,7 @@ from mca_models.megatron.peft.models import PeftModels, Read
 from mca_models.megatron.tensors import seeded_generator, to_numpy
 from mca_models.megatron.types import PeftConfig
 from mca_models.megatron.virtual_models import VirtualModels
-from mca_models.templates.trainable_parts import TEXT, Part
+from mca_models.templates.parts.vision_language import TEXT, Part
 from mca_models.weights import Param
 from mca_models.weights.arrays import Array
 

@@ -41,7 +41,7 @@ from mca_models.megatron.state.weight_receiver import Weight, load_on_all_ranks
 from mca_models.megatron.tensors import cast_finite, to_torch
 from mca_models.megatron.types import DcpObject, GptModel, ShardedState
 from mca_models.megatron.virtual_models import CheckpointFormat, VirtualModels
-from mca_models.templates.trainable_parts import Part
+from mca_models.templates.parts.vision_language import Part
 from mca_models.weights import Param
 from mca_models.weights.arrays import Array, split_ratio
 

@@ -10,8 +10,7 @@ from math import gcd
 from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import FamilyConfig, JsonObject, Values
-from mca_models.templates.config_table import Field, HfConfig
-from mca_models.templates.lens import Lens
+from mca_models.templates.config_table import Field, HfConfig, Lens
 from mca_models.templates.parts import gated_delta_net as delta
 from mca_models.templates.parts.common import ATTN, attention, inner
 from mca_models.templates.parts.layer_costs import CHUNK, SINGLE, LayerSizes, MixerCosts, SavedTensor, norm

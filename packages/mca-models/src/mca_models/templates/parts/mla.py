@@ -3,8 +3,7 @@
 from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
-from mca_models.templates.config_table import Field, Fixed, HfConfig, dense_fields
-from mca_models.templates.lens import Lens
+from mca_models.templates.config_table import Field, Fixed, HfConfig, Lens, dense_fields
 from mca_models.templates.parts.common import ATTN, dense_mlp, embedding, head, inner
 from mca_models.templates.parts.layer_costs import SINGLE, LatentSizes, LayerSizes, SavedTensor
 from mca_models.templates.parts.moe import (

@@ -10,8 +10,7 @@ from mca_config.errors import HfConfigError
 from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
-from mca_models.templates.config_table import Field, Fixed, HfConfig
-from mca_models.templates.lens import Lens, is_moe_layer
+from mca_models.templates.config_table import Field, Fixed, HfConfig, Lens, is_moe_layer
 from mca_models.templates.parts.common import (
     MLP,
     attention,

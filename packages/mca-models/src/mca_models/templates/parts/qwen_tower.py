@@ -6,8 +6,7 @@ from dataclasses import replace
 from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
-from mca_models.templates.config_table import ConfigTable
-from mca_models.templates.lens import Lens
+from mca_models.templates.config_table import ConfigTable, Lens
 from mca_models.templates.parts.vision_tower import (
     Shapes,
     VisionModel,

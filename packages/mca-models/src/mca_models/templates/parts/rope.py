@@ -3,8 +3,7 @@
 from collections.abc import Callable
 
 from mca_config.types import JsonObject, Values
-from mca_models.templates.config_table import ORIGINAL, Fixed, HfConfig, head_dim, read_rope
-from mca_models.templates.lens import Lens
+from mca_models.templates.config_table import ORIGINAL, Fixed, HfConfig, Lens, head_dim, read_rope
 
 LLAMA3 = {
     "rope_type": "llama3",

@@ -10,8 +10,7 @@ from mca_config.errors import HfConfigError
 from mca_config.model.section import given
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
-from mca_models.templates.config_table import Field, HfConfig
-from mca_models.templates.lens import Lens
+from mca_models.templates.config_table import Field, HfConfig, Lens
 from mca_models.templates.parts.common import attention, inner
 from mca_models.templates.parts.gated_delta_net import fused
 from mca_models.templates.parts.layer_costs import CHUNK, SINGLE, LayerSizes, MixerCosts, SavedTensor

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject, Values
-from mca_models.templates.config_table import Field, Fixed, HfConfig, dense_fields, norm_epsilon
-from mca_models.templates.lens import Lens
+from mca_models.templates.config_table import Field, Fixed, HfConfig, Lens, dense_fields, norm_epsilon
 from mca_models.templates.parts.common import attention, inner, renamed
 from mca_models.templates.parts.gated_delta_net import fused
 from mca_models.templates.parts.layer_costs import LayerSizes, MixerCosts, SavedTensor

@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 
 from mca_config.types import JsonObject, Values
-from mca_models.templates.config_table import Field, HfConfig
-from mca_models.templates.lens import Lens
+from mca_models.templates.config_table import Field, HfConfig, Lens
 from mca_models.templates.parts.rope import FULL, SLIDING, write_layer_types
 
 

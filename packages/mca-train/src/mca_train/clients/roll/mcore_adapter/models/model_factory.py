@@ -15,7 +15,7 @@ from mca_models.megatron.distributed import parallel
 from mca_models.megatron.layers.zigzag import take_rank_tokens
 from mca_models.megatron.peft import PeftModels
 from mca_models.megatron.virtual_models import CheckpointFormat
-from mca_models.templates.trainable_parts import model_parts
+from mca_models.templates.parts.vision_language import model_parts
 from mca_train.checkpoint.model import load_weights
 from mca_train.clients.chunk_lora import attach
 from mca_train.clients.external_loop import MODEL_FOLDER, require_plain_loop, save_among

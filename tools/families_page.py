@@ -1,14 +1,17 @@
-"""Tables of supported and unsupported families in the documentation, made from the catalog of families.
+"""Write the tables of supported and unsupported families in the documentation from the catalog of families.
 
-Run ``python -m mca_models.templates.page docs/families.md docs/reference/unsupported_types.md``; a test fails when that
-is needed.
+Run as ``uv run tools/families_page.py``.
 """
 
 from collections.abc import Iterable
 from itertools import groupby
+from pathlib import Path
 
-from mca_config.reference import Tables, update_files
+from mca_config.reference import Tables, update_document
 from mca_models.templates.catalog import REFUSED, SUPPORTED
+
+_DOCS = Path(__file__).resolve().parent.parent / "docs"
+PAGES = (_DOCS / "families.md", _DOCS / "reference" / "unsupported_types.md")
 
 
 def supported_table() -> str:
@@ -37,4 +40,5 @@ def _names(kinds: Iterable[str]) -> str:
 
 
 if __name__ == "__main__":
-    update_files(TABLES)
+    for page in PAGES:
+        page.write_text(update_document(page.read_text(encoding="utf-8"), TABLES), encoding="utf-8")
