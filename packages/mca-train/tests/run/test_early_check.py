@@ -518,6 +518,7 @@ RUNS = {
         "log_level": "debug",
     },
     "an optimizer of Megatron": {"optimizer": "adam", "optim": "adafactor"},
+    "no optimizer": {"optim": "adamw"},
     "derived": {"gradient_checkpointing": True, "full_determinism": True, "metric_for_best_model": "loss"},
     "pipeline": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 1},
     "a wrong pipeline": {
