@@ -209,7 +209,7 @@ def pytest_runtest_makereport(
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Add up setup, call and teardown of each test of a module."""
-    SECONDS[Path(report.location[0]).stem] += sum(
+    SECONDS[report.location[0].rpartition("/")[2].removesuffix(".py")] += sum(
         float(value) for name, value in report.user_properties if name == _SPENT and isinstance(value, float)
     )
 
