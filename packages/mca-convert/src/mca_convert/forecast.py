@@ -43,7 +43,7 @@ from mca_models.lora import (
 )
 from mca_models.lora.config import FILE_NAME
 from mca_models.lora.peft_directory import WEIGHTS
-from mca_models.quantization.fp8_write import TILE_BYTES
+from mca_models.quantization.fp8 import TILE_BYTES
 from mca_models.storage.atomic import staging_parent
 from mca_models.storage.dtypes import ITEM_SIZES, dtype_code
 from mca_models.storage.manifest import FileRecord
