@@ -143,17 +143,16 @@ def written(model: Model, job: str, values: dict[str, Any], needs: int, speed: f
 def table() -> str:
     """Return the table of all files."""
     lines = [
-        "| model | job | devices | layout | GiB of a rank | tokens/s and device | file |",
-        "|---|---|---|---|---|---|---|",
+        "| file | devices | layout | GiB of a rank | tokens/s and device |",
+        "|---|---|---|---|---|",
     ]
-    for model, job, path in recipes():
+    for _, _, path in recipes():
         text = path.read_text(encoding="utf-8")
         header = HEADER.match(text)
         if header is None:
             raise SystemExit(f"{path}: expected first lines as tools/recipes_page.py writes them")
-        values, end = yaml.safe_load(text), {"lora": "sft, LoRA"}.get(job, job)
         link = f"[`recipes/{path.name}`](../recipes/{path.name})"
-        cells = (model.name, end, header[2], _layout(values), header[3], header[4], link)
+        cells = (link, header[2], _layout(yaml.safe_load(text)), header[3], header[4])
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -1,8 +1,7 @@
-"""Facts that pages repeat from the code: numbers of model types, versions, extras, keys, defaults, metrics, layers."""
+"""Facts that pages repeat from the code: numbers of model types, versions, extras, keys, defaults, metrics."""
 
 import dataclasses
 import re
-import runpy
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +16,6 @@ from mca_train.tasks import TASKS
 from source_tree import ROOT, SOURCES
 
 DOCS = ROOT / "docs"
-LADDERS = runpy.run_path(str(ROOT / "integration_tests/system/test_architecture.py"))["LADDERS"]
 ELSEWHERE = {"families", "other_programs"}
 """Pages with the keys of other programs, or of ``config.json``."""
 NO_KEYS = {
@@ -145,15 +143,3 @@ def test_the_page_on_monitoring_has_the_metrics_of_all_jobs_and_no_others():
     text = text.replace('f"mtp_{n}_loss"', '"mtp__loss"')
     missing = {name for name in shown if not re.search(rf"[\"'(]{re.escape(name)}[\"')]", text)}
     assert not missing
-
-
-@pytest.mark.parametrize("package", sorted(LADDERS))
-def test_layers_of_the_page_on_contributing_are_those_of_the_test(package):
-    (cells,) = [
-        cells for cells in rows(DOCS / "contribute.md", "| package | layers |") if cells[0] == f"`{package}`"
-    ]
-    shown = re.findall(r"`(\w+)`", cells[1])
-    expected = [name for layer in LADDERS[package] for name in layer if not name.startswith("_")]
-    assert sorted(shown) == sorted(expected), "docs/contribute.md"
-    height = {name: number for number, layer in enumerate(LADDERS[package]) for name in layer}
-    assert [height[name] for name in shown] == sorted(height[name] for name in shown), "docs/contribute.md"

@@ -55,14 +55,7 @@ def configs() -> dict[str, dict[str, Any]]:
     seeing["vision_config"] = seeing["vision_config"] | {"out_hidden_size": 3584, "intermediate_size": 3420}
     dense = json.loads((ROOT / "tools" / "recipes" / "qwen3-8b.json").read_text())
     half = {"torch_dtype": "bfloat16"}
-    hearing = {
-        f"Qwen/{model}": json.loads((data / f"{name}.json").read_text())
-        for model, name in (
-            ("Qwen2-Audio-7B-Instruct", "qwen2-audio-7b"),
-            ("Qwen2.5-Omni-7B", "qwen2.5-omni-7b"),
-        )
-    }
-    return {"Qwen3-8B": dense | half, "Qwen/Qwen2.5-VL-7B-Instruct": seeing | half, **hearing}
+    return {"Qwen3-8B": dense | half, "Qwen/Qwen2.5-VL-7B-Instruct": seeing | half}
 
 
 def commands(page: Path) -> list[list[str]]:

@@ -163,7 +163,7 @@ ANY = {
     "mca_train.dry_run.step": 7,
     "mca_train.dry_run.tracker": 30,
     "mca_train.lr_schedule": 1,
-    "mca_train.plots.drawing": 4,
+    "mca_train.plots": 4,
     "mca_train.plots.figures": 1,
 }
 

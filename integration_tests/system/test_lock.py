@@ -61,7 +61,7 @@ def test_strip_is_idempotent_and_ignores_which_mirror_it_was():
 
 
 def test_the_stripped_lock_can_be_installed_from_without_a_change(tmp_path):
-    """The commands of docs/index.md: uv exports every version and hash of a lock that has no address."""
+    """The commands of CONTRIBUTING.md: uv exports every version and hash of a lock that has no address."""
     for source in [ROOT / "pyproject.toml", *ROOT.glob("packages/*/pyproject.toml")]:
         target = tmp_path / source.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)

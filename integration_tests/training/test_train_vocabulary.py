@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from cli_runs import launched
 from harness import run_ranks
 from mca_train.config.arguments import DataArguments
-from mca_train.run.file_rules import vocabulary_problems
+from mca_train.run.early_rules import vocabulary_problems
 from train_cases import tiny_checkpoint
 
 pytestmark = [pytest.mark.ranks, pytest.mark.one_fork]

@@ -139,7 +139,7 @@ def measured_peak(kit: Kit) -> Iterator[list[int]]:
 
 def draw(kit: Kit, found: dict[str, tuple[float, float]]) -> None:
     """Planned and measured beside each other."""
-    from mca_train.plots.drawing import make_axes, save
+    from mca_train.plots import make_axes, save
 
     figure, place = make_axes(8.0, 1.2 + 0.5 * len(found), "memory of a rank: planned and measured")
     for number, (planned, measured) in enumerate(found.values()):

@@ -10,7 +10,7 @@ from mca_config.training_checks import GREATER_IS_BETTER
 from mca_train.cli import main
 from mca_train.config.arguments import DataArguments
 from mca_train.data.encoding import tokenize_answer
-from mca_train.run.key_rules import TIMES
+from mca_train.run.early_rules import TIMES
 from mca_train.tasks import TASKS
 from mca_train.tasks.load import load_stream, load_tokenized
 from mca_train.tasks.task import AnswerTask, Example

@@ -16,7 +16,7 @@ from pathlib import Path
 from mca_config.errors import UsageError
 from mca_config.files import parse_record
 from mca_config.types import JsonObject
-from mca_train.plots.drawing import COLOURS as STEP_COLOURS
+from mca_train.plots import COLOURS as STEP_COLOURS
 
 LOG, RECORD = "train_log.jsonl", "run.json"
 Points = list[tuple[float, float]]

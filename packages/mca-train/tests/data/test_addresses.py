@@ -20,7 +20,7 @@ from mca_train.data.files import check_file, load_rows
 from mca_train.data.image_files import ImageFile
 from mca_train.data.sources import Source, load_source
 from mca_train.data.urls import download, read_url, require_readable, to_hub_url, translate_url_errors
-from mca_train.run.file_rules import data_files
+from mca_train.run.early_rules import data_files
 from mca_train.tasks import TASKS
 from mca_train.tasks.load import load_tokenized
 

@@ -11,7 +11,7 @@ from mca_train.dry_run.report import DryRun
 from mca_train.dry_run.step import StepNeeds
 from mca_train.dry_run.tracker import Message
 from mca_train.plan.schedule import Order
-from mca_train.plots.drawing import prepare_folder
+from mca_train.plots import prepare_folder
 from mca_train.plots.figures import bubble_fraction, draw_all, group_name, run_timeline
 
 GIB = 1024**3

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from mca_train.run.file_rules import column_problems
+from mca_train.run.early_rules import column_problems
 from mca_train.tasks import TASKS
 
 LABELS = {"classify": {"num_labels": 2}}

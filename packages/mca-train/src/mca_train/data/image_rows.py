@@ -278,7 +278,6 @@ class ImageRows:
         return ({**plain, **found} if any(files) else plain), files
 
     def _column_files(self, row: Values, medium: str) -> list[object]:
-        """Return the media of the row's column."""
         found = {name: some for name in self._columns[medium] if (some := as_media_list(row.get(name)))}
         if len(found) > 1:
             raise McaError(
@@ -299,7 +298,6 @@ class ImageRows:
 
     @property
     def _sequence_columns(self) -> tuple[tuple[str, ...], ...]:
-        """Columns of each sequence."""
         own = self.arguments
         if isinstance(own, PairArguments):
             return (own.prompt_column, own.chosen_column), (own.prompt_column, own.rejected_column)

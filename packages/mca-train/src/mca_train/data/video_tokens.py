@@ -114,7 +114,6 @@ class VideoTokens(MediumTokens):
         return Grid(rows, columns, frames, self._interval(facts, len(indices)), self._times(facts, indices))
 
     def _require_short(self, facts: VideoFacts) -> None:
-        """Raise an error for a video that is too long."""
         limit = self._arguments.video_max_seconds
         if limit is not None and facts.seconds > limit:
             raise McaError(

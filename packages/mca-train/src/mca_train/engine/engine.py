@@ -388,7 +388,6 @@ class Engine(Pipeline):
                 group["max_lr"], group["min_lr"] = args.learning_rate, args.min_lr
 
     def _requires_grad(self) -> list[bool]:
-        """Return ``requires_grad`` of every parameter."""
         return [param.requires_grad for chunk in self.chunks for param in chunk.parameters()]
 
     def _set_schedule_callbacks(self) -> None:
@@ -463,7 +462,6 @@ class Engine(Pipeline):
         return loss
 
     def _grad_buffers(self) -> list[Upstream]:
-        """Return Megatron's gradient buffers of all chunks."""
         return [
             buffer for chunk in self.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
         ]

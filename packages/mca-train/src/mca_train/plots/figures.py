@@ -12,7 +12,7 @@ from mca_train.dry_run.step import StepNeeds
 from mca_train.dry_run.tracker import Message
 from mca_train.plan.memory import GIB, describe_chunk
 from mca_train.plan.schedule import Pass, TimedPass, timeline
-from mca_train.plots.drawing import BACKWARD, CHUNKS, COLOURS, make_axes, save
+from mca_train.plots import BACKWARD, CHUNKS, COLOURS, make_axes, save
 
 _AXES = ("tp", "cp", "dp", "dp-cp", "tp-cp", "tp-dp-cp", "pp", "ep", "etp", "etp-ep", "edp", "tp-pp")
 

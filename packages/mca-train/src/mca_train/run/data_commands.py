@@ -24,7 +24,7 @@ from mca_train.data.encoding import WarningRecorder, block_tokenizer
 from mca_train.data.indexed import write_indexed
 from mca_train.data.streams import open_rows
 from mca_train.data.token_dataset import IGNORED, Sample
-from mca_train.run.file_rules import data_files
+from mca_train.run.early_rules import data_files
 from mca_train.run.inputs import image_reader, load_tokenizer
 from mca_train.run.logs import quiet_libraries
 from mca_train.run.settings import make_settings
@@ -44,15 +44,9 @@ _ROWS_OF_A_STREAM = 1000
 
 
 def render_preview(
-    samples: "TokenDataset | PairDataset | Mixture", tokenizer: "PreTrainedTokenizerBase", shown: int = _SHOWN
+    samples: "TokenDataset | PairDataset | Mixture", tokenizer: "PreTrainedTokenizerBase"
 ) -> str:
-    """Render the preview of ``samples``.
-
-    Args:
-        samples: Tokenized samples.
-        tokenizer: Tokenizer that decodes them.
-        shown: Number of decoded samples: the first, the last, and some in between.
-    """
+    """Render the preview of ``samples``, of which the first, the last and one in between are decoded."""
     lengths = np.asarray(samples.lengths, np.int64)
     lengths = lengths.reshape(len(samples), -1)
     sequences = lengths.reshape(-1)
@@ -66,7 +60,7 @@ def render_preview(
         "",
         *length_histogram(sequences),
     ]
-    indices = dict.fromkeys(np.linspace(0, len(samples) - 1, min(shown, len(samples))).astype(int).tolist())
+    indices = dict.fromkeys(np.linspace(0, len(samples) - 1, min(_SHOWN, len(samples))).astype(int).tolist())
     for index in indices:
         lines += ["", f"sample {index}, targets between {OPEN} and {CLOSE}:"]
         lines += [text for side in _sequences(samples[index]) for text in render_sequence(*side, tokenizer)]
@@ -244,7 +238,6 @@ def _vision(model: str) -> Values | None:
 
 
 def _documents(settings: Settings, tokenizer: "PreTrainedTokenizerBase") -> Iterator[Sequence[int]]:
-    """Yield the tokens of each row."""
     data, key = settings.data, "train_file"
     vision = _vision(data.model_name_or_path)
     rows, names = open_rows(data.train_file, key, data, data.text_column, seed=None, vision=vision)

@@ -19,7 +19,7 @@ from mca_train.checkpoint.output_lock import OutputLock
 from mca_train.config.run_config import Settings
 from mca_train.data.image_rows import ImageReader
 from mca_train.data.streams import AnswerStream
-from mca_train.run.file_rules import growth_problem, require_start
+from mca_train.run.early_rules import growth_problem, require_start
 from mca_train.run.logs import without_model_type_warning
 from mca_train.run.rules import Run
 from mca_train.tasks.load import load_mixture, load_stream, load_tokenized

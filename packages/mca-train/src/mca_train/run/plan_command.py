@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 from mca_config.checks import position_problem
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout, RankGrid
+from mca_config.printable import counted
 from mca_config.types import JsonObject, Values
 from mca_models.megatron import platform
 from mca_models.megatron.factory.transformer_config import Target, choose_implementation
-from mca_train.config.model import planned_ranks, resolve_layout, samples_per_step
+from mca_train.config.model import batch_unit, planned_ranks, resolve_layout, samples_per_step
 from mca_train.config.run_config import Settings, with_directories
 from mca_train.plan.audio_memory import PlannedMedia
 from mca_train.plan.chunks import Implementation
@@ -92,7 +93,7 @@ def print_plan(task: Task | None, values: Values, where: str, options: PlanOptio
     if media.impossible:
         return _print_impossible(media.refused, options)
     if options.plot is not None:
-        from mca_train.plots.drawing import prepare_folder
+        from mca_train.plots import prepare_folder
 
         prepare_folder(options.plot)
     planned = _Planned.from_run(findings.run, hardware, media)
@@ -142,7 +143,8 @@ def _search(task: Task, values: Values, settings: Settings, options: PlanOptions
         document = layout_search.document(found, batch, gpus, hardware, shortage)
         sys.stdout.write(json.dumps(document, indent=2) + "\n")
     else:
-        text = layout_search.render(found, batch, gpus, hardware, shortage) + media.explanation()
+        shown = counted(batch, batch_unit(requested))
+        text = layout_search.render(found, shown, gpus, hardware, shortage) + media.explanation()
         sys.stdout.write(_first_line(task, named=named) + text)
     return 0 if found.layouts else 1
 

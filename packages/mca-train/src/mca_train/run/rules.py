@@ -31,8 +31,7 @@ from mca_train.config.model_parts import part_problems, trained_parts
 from mca_train.config.run_config import Settings
 from mca_train.losses.preference import reference_problems
 from mca_train.lr_schedule import schedule_problems
-from mca_train.run.file_rules import FILE_RULES, vocabulary_problems
-from mca_train.run.key_rules import KEY_RULES
+from mca_train.run.early_rules import FILE_RULES, KEY_RULES, vocabulary_problems
 from mca_train.tasks.task import Task
 
 if TYPE_CHECKING:

@@ -35,15 +35,15 @@ from mca_train.config.model_parts import early_part_problems, trained_parts
 from mca_train.config.renamed_options import RENAMED
 from mca_train.config.run_config import Settings, has_hub_ids, with_directories
 from mca_train.plan.options import PlanOptions
-from mca_train.run.file_rules import (
+from mca_train.run.early_rules import (
     FILE_RULES,
+    KEY_RULES,
     column_problems,
     data_files,
     directories,
     start,
     weights_problems,
 )
-from mca_train.run.key_rules import KEY_RULES
 from mca_train.tasks import TASKS, infer_task, other_task_keys
 from mca_train.tasks.task import Task
 
@@ -229,7 +229,7 @@ def check_run(task: Task, values: Values, where: str, *, launched: bool = False)
     skipped = [*([directories] if has_hub_ids(values) else []), *([start] if launched else [])]
     problems += _model_problems(task, settings, ranks=ranks)
     problems += [problem for rule in FILE_RULES if rule not in skipped for problem in rule(task, settings)]
-    problems += [*weights_problems(settings.data), *column_problems(task, settings.data)]
+    problems += [*weights_problems(task, settings), *column_problems(task, settings.data)]
     problems += engine_problems(settings.training)
     _raise(problems, where)
 

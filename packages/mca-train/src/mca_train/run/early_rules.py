@@ -1,6 +1,8 @@
-"""Rules of a run about files, their columns, the tokenizer, directories and packages of this machine.
+"""Rules of a run that need no torch: about its keys, and about files, the tokenizer, directories and packages.
 
-They import no torch. Columns are read without the libraries that load rows, which take seconds to import.
+Each rule yields messages. No machine could follow what `KEY_RULES` report, `FILE_RULES` are about this machine; columns
+are read without the libraries that load rows, which take seconds to import. `mca_train.run.rules` has the rules that
+need transformers, a device or the model.
 """
 
 import contextlib
@@ -12,21 +14,128 @@ from functools import cache
 from pathlib import Path
 from typing import TextIO
 
-from mca_config.errors import McaError, list_problems, raised_problems
+from mca_config.errors import McaError, list_problems, raise_problems, raised_problems
 from mca_config.files import has_entry, read_json
 from mca_config.types import Values
 from mca_models.checkpoint.hf_directory import INDEX, SINGLE, indexed_files
 from mca_models.checkpoint.side_files import side_files
+from mca_models.checkpoint_kinds import CheckpointKind, checkpoint_kind
 from mca_models.hub import is_hub_id
+from mca_models.storage.safetensors import read_header
 from mca_train.checkpoint.output_files import require_free, require_usable, resolve
-from mca_train.config.arguments import DataArguments
+from mca_train.config.arguments import DataArguments, LoraArguments, PairArguments
 from mca_train.config.early_arguments import optimizer_problems
 from mca_train.config.run_config import Settings
 from mca_train.data.files import COMPRESSED, check_file, reader_name, require_column
-from mca_train.data.formats import NO_TEMPLATE
+from mca_train.data.formats import FORMAT_COLUMNS, NO_TEMPLATE, ONE_ANSWER
 from mca_train.data.sources import evaluation_arguments, parse_sources, source_arguments
 from mca_train.data.urls import is_url, require_client
 from mca_train.tasks.task import Task
+
+TIMES = ("runtime", "samples_per_second", "steps_per_second")
+"""Metrics of every evaluation in addition to the loss."""
+
+
+def sources(task: Task, settings: Settings) -> Iterator[str]:
+    """Yield contradictions among the keys of training files."""
+    data = settings.data
+    if data.datasets and data.train_file:
+        yield "train_file and datasets are both set; name the file as an entry of datasets, or remove one"
+    if data.datasets and data.streaming:
+        yield "streaming reads train_file, not datasets; remove one of the two"
+    if data.datasets and data.max_train_samples is not None:
+        yield "max_train_samples is for train_file; set max_samples in the entries of datasets"
+
+
+def streaming(task: Task, settings: Settings) -> Iterator[str]:
+    """Yield problems of streaming: no max_steps, and keys that need or exclude it."""
+    training, data = settings.training, settings.data
+    if data.streaming and training.max_steps <= 0:
+        yield "streaming needs max_steps: a stream has no length"
+    if data.streaming and data.tokenized_cache is not None and not data.eval_file:
+        yield "tokenized_cache keeps no samples of a stream; remove it or set streaming to false"
+    if "shuffle_buffer_size" not in settings.values:
+        return
+    if not data.streaming:
+        yield "shuffle_buffer_size is for streaming: rows in memory are all shuffled; remove it or set streaming"
+    elif data.shuffle_buffer_size > 1 and str(training.train_sampling_strategy) == "sequential":
+        yield "shuffle_buffer_size shuffles, but train_sampling_strategy is sequential; remove one of the two"
+
+
+def evaluation(task: Task, settings: Settings) -> Iterator[str]:
+    """Yield keys of training and evaluation that contradict one another, or need an eval_file."""
+    values, training, data = settings.values, settings.training, settings.data
+    if values.get("do_train", True) is not True and not training.do_train:
+        yield "do_train is false, but mca-train trains; remove it"
+    if values.get("do_eval", True) is not True and not training.do_eval and data.eval_file:
+        yield "do_eval is false, but eval_file is set, which is evaluated at the end; remove one of the two"
+    if not data.eval_file:
+        needs = {
+            f"eval_strategy is {training.eval_strategy.value}": training.eval_strategy != "no",
+            "eval_on_start is true": training.eval_on_start,
+            "do_eval is true": "do_eval" in values and training.do_eval and training.eval_strategy == "no",
+        }
+        for setting in (setting for setting, is_on in needs.items() if is_on):
+            yield f"{setting}, but eval_file is not set; set it or remove {setting.split()[0]}"
+        if data.max_eval_samples is not None:
+            yield "max_eval_samples is set, but eval_file is not; set it or remove max_eval_samples"
+    if training.save_strategy == "best" and training.eval_strategy == "no":
+        yield "save_strategy is best, but eval_strategy is no, so no checkpoint is the best; set eval_strategy"
+    elif training.load_best_model_at_end and training.eval_strategy == "no":
+        yield (
+            "load_best_model_at_end is true, but eval_strategy is no, so there is no best model; set it "
+            "or remove the key"
+        )
+
+
+def adapter_keys(task: Task, settings: Settings) -> Iterator[str]:
+    """Yield LoRA keys without effect, because no new adapter is created, and an unsupported checkpoint format."""
+    lora = settings.lora
+    keys = [key for key in settings.values if key in LoraArguments.__dataclass_fields__]
+    unused = [key for key in keys if key not in ("lora_rank", "adapter_name_or_path")]
+    if unused and lora.lora_rank is None:
+        why = "adapter_name_or_path has its own" if lora.adapter_name_or_path else "lora_rank is not set"
+        yield f"{', '.join(unused)}: {why}; remove the key or set lora_rank"
+    if lora.is_enabled and settings.training.ckpt_format != "mca":
+        yield f"an adapter is not written as {settings.training.ckpt_format}; remove ckpt_format and async_save"
+
+
+def columns(task: Task, settings: Settings) -> Iterator[str]:
+    """Yield an error for column keys that neither the kind of run nor a configured format reads."""
+    if unused := [key for key in settings.values if key in task.unused_columns]:
+        yield f"{', '.join(unused)}: mca-train {task.name} does not read it; remove the key"
+    data = settings.data
+    formats = [entry.get("format") or data.data_format for entry in data.datasets]
+    if data.eval_file or not formats:
+        formats.append(data.data_format)
+    if any(name not in ONE_ANSWER for name in formats):
+        return  # inferred from the columns, or unknown and reported elsewhere
+    named = [name for name in ONE_ANSWER if name in formats]
+    pairs = isinstance(data, PairArguments)  # pairs read answers in every format, and the prompt in none
+    read = {"tools_column"} if pairs else {column for name in named for column in FORMAT_COLUMNS[name]}
+    choosing = {column for columns in FORMAT_COLUMNS.values() for column in columns} - {*task.unused_columns}
+    if unread := [key for key in settings.values if key in choosing - read]:
+        yield f"{', '.join(unread)}: format {', '.join(named)} does not read it; remove one of the two"
+
+
+def metric(task: Task, settings: Settings) -> Iterator[str]:
+    """Yield a metric_for_best_model that the kind of run does not evaluate."""
+    name = (settings.training.metric_for_best_model or "loss").removeprefix("eval_")
+    known = ("loss", *TIMES, *task.metric_names)
+    if name not in known:
+        yield f"metric_for_best_model is {name!r}; mca-train {task.name} evaluates {', '.join(known)}"
+
+
+KEY_RULES: tuple[Callable[[Task, Settings], Iterable[str]], ...] = (
+    sources,
+    streaming,
+    evaluation,
+    adapter_keys,
+    lambda task, settings: task.problems(settings),
+    columns,
+    metric,
+)
+"""Rules from the keys alone."""
 
 
 def data_files(task: Task, settings: Settings) -> Iterator[str]:
@@ -118,19 +227,26 @@ def model_side_files(task: Task, settings: Settings) -> Iterator[str]:
         yield from raised_problems(side_files, model)
 
 
-def weights_problems(data: DataArguments) -> Iterator[str]:
-    """Report missing files of a model of which some are there; the ranks read them.
+def weights_problems(task: Task, settings: Settings) -> Iterator[str]:
+    """Report missing and truncated Hugging Face files of the model and the reference model; the ranks read them.
 
-    It is no rule of `FILE_RULES`, which also check a model of the Hub before the rest of its files is downloaded.
+    Only headers are read. It is no rule of `FILE_RULES`, which also check a model of the Hub before the rest of its
+    files is downloaded.
     """
-    model = Path(data.model_name_or_path)
-    if model.is_dir():
-        yield from raised_problems(_require_shards, model)
+    model, reference = settings.data.model_name_or_path, task.reference(settings)
+    for path, where in {reference: "reference_model_name_or_path: ", model: ""}.items():
+        if path is not None and Path(path).is_dir():
+            yield from (f"{where}{problem}" for problem in raised_problems(_require_shards, Path(path)))
 
 
 def _require_shards(model: Path) -> None:
-    if not has_entry(model, SINGLE) and has_entry(model, INDEX) and any(model.glob("*.safetensors")):
-        indexed_files(model)
+    """Check the weights of directory ``model`` that a run would read, if it has any in safetensors."""
+    if checkpoint_kind(model) is not CheckpointKind.HF:
+        return
+    files = [model / SINGLE] if has_entry(model, SINGLE) else []
+    if not files and has_entry(model, INDEX) and any(model.glob("*.safetensors")):
+        files = [*indexed_files(model)[1].values()]
+    raise_problems([problem for file in files for problem in raised_problems(read_header, file)], model)
 
 
 FILE_RULES: tuple[Callable[[Task, Settings], Iterable[str]], ...] = (
