@@ -165,8 +165,3 @@ def engine_version() -> tuple[int, ...] | None:
 
 def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split("+")[0].split(".")[:3] if part.isdigit())
-
-
-def close() -> None:
-    """End helper processes of the platform; for ranks that exit with ``os._exit``."""
-    checkpoint_queue.close()
