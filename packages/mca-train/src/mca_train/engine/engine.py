@@ -15,7 +15,7 @@ from mca_config.errors import McaError
 from mca_config.types import JsonObject
 from mca_models.megatron import platform
 from mca_models.megatron.distributed import parallel
-from mca_models.megatron.features.mtp_media import widened_length
+from mca_models.megatron.features.mtp import widened_length
 from mca_models.megatron.features.router_replay import (
     replay_in_backward,
     require_replayed,
