@@ -180,10 +180,6 @@ def _rank_main(call: _Call, number: int, pipe: int, stacks: Path, parent: int) -
             sink.write(_pickled(outcome))
         status = 0 if outcome[0] == "result" else 1
     finally:
-        with contextlib.suppress(Exception):
-            from mca_models.megatron import platform
-
-            platform.close()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
