@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import CodeType
 from typing import Any, NamedTuple
 
 _VARIABLE = re.compile(r"(?<=/\.tmp)\w{6}|[0-9a-f]{8}|\d+")
@@ -68,21 +69,24 @@ def watched(reported: Path, fault: Fault | None) -> Iterator[None]:
     """Writes to ``reported`` each call of the block, or the one that fails; in the processes that it forks too."""
     roots = os.environ["MCA_FAULT_ROOTS"].split(":")
     calls = itertools.count(1)  # from the fault's site
+    known: set[str] = set()
     log = os.open(reported, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    block = sys._getframe(2).f_code
 
     def answer(function: bytes, path: bytes) -> int:
         start = f"{function.decode()} {_kind(os.fsdecode(path), roots)} "
         if fault is not None and not fault.site.startswith(start):
             return 0
         frame = sys._getframe().f_back
-        site = start + code_of(frame)
+        site = start + code_of(frame, block)
         if fault is not None and (site != fault.site or next(calls) != fault.nth):
             return 0
-        os.write(log, json.dumps([site, _where(frame)]).encode() + b"\n")
+        os.write(log, json.dumps([site, "" if site in known else _where(frame)]).encode() + b"\n")
+        known.add(site)
         return fault.error if fault else 0
 
     asked = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p)(answer)
-    library = ctypes.CDLL(None)
+    library = _library()
     library.faults_ask(asked)
     try:
         yield
@@ -91,8 +95,21 @@ def watched(reported: Path, fault: Fault | None) -> Iterator[None]:
         os.close(log)
 
 
+@cache
+def _library() -> ctypes.CDLL:
+    """Return the library of `faults.c`, preloaded or made to act as if it were."""
+    if (path := os.environ.get("MCA_FAULT_LIBRARY")) is None:
+        return ctypes.CDLL(None)
+    library = ctypes.CDLL(path)
+    library.faults_install()
+    return library
+
+
 def heard(reported: Path) -> dict[str, list[str]]:
-    """Return the sites in the order of calls, repeated by their counts; empty if nothing was watched."""
+    """Return the code of each site, in the order of first calls, once for each call; empty if nothing was watched.
+
+    Only the first call of a process says it.
+    """
     found: defaultdict[str, list[str]] = defaultdict(list)
     for line in reported.read_text().splitlines() if reported.exists() else ():
         site, where = json.loads(line)
@@ -105,15 +122,15 @@ def _kind(path: str, roots: list[str]) -> str:
     return f"{number}{_VARIABLE.sub('#', path[len(roots[number]) :])}"
 
 
-def code_of(frame: Any) -> str:
-    """Return the path to ``frame``: each function, with the line from its beginning."""
-    stack = hashlib.blake2b(digest_size=8)
-    while frame is not None:
+def code_of(frame: Any, block: CodeType | None = None) -> str:
+    """Return the path to ``frame`` from the function ``block``: each function, with the line from its beginning."""
+    stack = []
+    while frame is not None and frame.f_code is not block:
         code = frame.f_code
         line = 0 if code.co_name == "<module>" else (frame.f_lineno or 0) - code.co_firstlineno
-        stack.update(f"{named(code.co_filename)} {code.co_qualname} {line}\n".encode())
+        stack.append(f"{named(code.co_filename)} {code.co_qualname} {line}\n")
         frame = frame.f_back
-    return stack.hexdigest()
+    return hashlib.blake2b("".join(stack).encode(), digest_size=8).hexdigest()
 
 
 @cache

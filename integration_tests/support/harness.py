@@ -54,8 +54,12 @@ MAX_RANKS = 8
 _PR_SET_PDEATHSIG = 1
 _SEED = 1234
 _FRAME = 66_000  # pointers: Python takes a piece of 1 MiB for it, of which half is left
-_IMPORTED = ("datasets", "peft", "torch._dynamo", "mca_config.training", "mca_models.megatron.peft")
-"""What ranks come to import, 1 to 3 s in each anew; torch's first optimizer imports dynamo."""
+_SAVING = "megatron.core.dist_checkpointing.strategies"
+_IMPORTED = (
+    *("datasets", "peft", "torch._dynamo", "mca_config.training", "mca_models.megatron.peft", "ml_dtypes"),
+    *(f"{_SAVING}.torch", f"{_SAVING}.fully_parallel", "torch.utils.serialization"),
+)
+"""Modules that ranks import, 1 to 3 s in each of them; torch's first optimizer imports dynamo."""
 
 
 class RanksFailed(AssertionError):
@@ -93,6 +97,9 @@ def prepare_parent() -> None:
 
     for name in mca_train.__all__:
         getattr(mca_train, name)  # imported when it is asked for
+    from mca_train.config.early_arguments import metric_schedules
+
+    platform.megatron_version(), metric_schedules()  # kept from the first call on
     gc.freeze()
     atexit.register(gc.unfreeze)  # otherwise nanobind reports the types of its modules as leaks at the exit
     gc.enable()
@@ -177,10 +184,6 @@ def _rank_main(call: _Call, number: int, pipe: int, stacks: Path, parent: int) -
             sink.write(_pickled(outcome))
         status = 0 if outcome[0] == "result" else 1
     finally:
-        with contextlib.suppress(Exception):
-            from mca_models.megatron import platform
-
-            platform.close()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

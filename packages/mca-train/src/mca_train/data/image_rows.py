@@ -29,9 +29,8 @@ from mca_train.data.image_placement import (
     require_equal_counts,
     typed_media,
 )
-from mca_train.data.image_processors import with_image_marks
 from mca_train.data.long_texts import TokenPrefix
-from mca_train.data.media_tokens import MediaTokens
+from mca_train.data.media_tokens import MediaTokens, with_image_marks
 from mca_train.data.medium_tokens import Grid
 from mca_train.data.message_parts import MEDIA, media_type
 from mca_train.data.placeholders import IMAGE_TAG, MediaTagCheck, media_fields, require_no_placeholders

@@ -27,7 +27,6 @@ from mca_models.megatron.features.media_features import split_patches
 from mca_models.templates import get_family
 from mca_models.templates.parts.vision_tower import VideoTokenKind
 from mca_train.config.arguments import DataArguments
-from mca_train.data.image_processors import frame_title
 from mca_train.data.image_tiles import INTERNVL_MARKS, SliceTokens
 from mca_train.data.medium_tokens import (
     Grid,
@@ -513,3 +512,8 @@ def positions_per_second(config: McaModelConfig) -> float | None:
     if part.video_rules is not None:
         return float(fields.get("position_id_per_seconds", part.tokens_per_second))
     return float(fields.get("vision_config", {}).get("tokens_per_second", part.tokens_per_second))
+
+
+def frame_title(number: int) -> str:
+    """Return InternVL's text before a frame of a video."""
+    return f"Frame{number}: "
