@@ -152,9 +152,17 @@ class Param:
         return self.from_full(self.shard.join(pieces))
 
 
+_CACHED = ("_hf_names", "_mca_name")
+"""Properties of a parameter that are kept, and differ where its layer or expert does."""
+
+
 def expand_rules(
     rules: Sequence[Param], *, layers: Iterable[int], experts: Iterable[int | None] = (None,)
 ) -> Iterator[Param]:
     """``rules`` for every layer and expert, in that order."""
+    fields = [{name: value for name, value in vars(rule).items() if name not in _CACHED} for rule in rules]
     for layer, expert in product(layers, list(experts)):
-        yield from (replace(rule, layer=layer, expert=expert) for rule in rules)
+        for own in fields:
+            param = object.__new__(Param)  # `replace` takes five times as long: 18,000 for 128 experts in 48 layers
+            vars(param).update(own, layer=layer, expert=expert)
+            yield param
