@@ -57,7 +57,7 @@ def packed(
     0,
     always=[
         # states, windows and sinks: what packing and context parallelism cut together
-        *("gpt_oss-cp2", "qwen3_5_text-tp2cp2sp", "gemma3-two-ropes-tp2cp2sp", "nemotron_h-dense-tp1"),
+        *("gpt_oss-cp2", "qwen3_5_text-tp2cp2sp", "gemma3-two-ropes-tp1", "nemotron_h-dense-tp1"),
         *("kimi_linear-tp1", "llama4_text-tp1", "minimax_m3_vl_text-tp1", "olmo_hybrid-tp1"),
     ],
 )

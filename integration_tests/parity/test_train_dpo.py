@@ -6,7 +6,7 @@ import os
 import shutil
 import signal
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -51,11 +51,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def plain(checkpoint):
-    @cache
-    def of_loss(kind: str) -> dict[str, list[float]]:
-        return run_ranks(1, in_plain_torch, checkpoint, kind)[0]
-
-    return of_loss
+    return cache(partial(in_plain_torch, checkpoint))
 
 
 def in_plain_torch(checkpoint: Path, kind: str) -> dict[str, list[float]]:
@@ -156,7 +152,7 @@ def warnings(checkpoint: Path, output: Path, adapter: Path) -> list[list[str]]:
 def adapter(checkpoint, tmp_path_factory):
     """The directory of an adapter, and what plain torch logs of its training."""
     folder = tmp_path_factory.mktemp("adapter")
-    return folder, run_ranks(1, peft_in_plain_torch, checkpoint, folder)[0]
+    return folder, peft_in_plain_torch(checkpoint, folder)
 
 
 @pytest.mark.cases(0, always=["tp2-sp"])

@@ -6,6 +6,7 @@ layout.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Literal, get_args, get_type_hints
 
 from mca_config.arguments._additional import setting_problems
@@ -28,12 +29,17 @@ def coerce_options(args: object, cls: type) -> None:
 
     YAML reads ``1e-4`` as a string, so a string with a number is converted for a float field.
     """
-    hints = get_type_hints(cls)
+    hints = _type_hints(cls)
     for name in cls.__annotations__:
         value = getattr(args, name)
         if isinstance(value, str) and float in get_args(hints[name]):
             value = _number(value)
         setattr(args, name, cast(name, value, hints[name], words=False))
+
+
+_type_hints = cache(
+    get_type_hints
+)  # evaluates the annotations as strings, in each of many trainers of a process
 
 
 def _number(text: str) -> float | str:
