@@ -57,7 +57,7 @@ def _without_repetition(text: str, printed: Mapping[str, str]) -> tuple[str, str
         text: What a command prints.
         printed: By paragraph and by flag with its meaning, the command that printed it.
     """
-    from mca_config.arguments.options import DistributingOptions
+    from mca_config.arguments.distributing import DistributingOptions
 
     meanings = {field.name: field.metadata["help"] for field in dataclasses.fields(DistributingOptions)}
     explained: dict[str, list[str]] = {}

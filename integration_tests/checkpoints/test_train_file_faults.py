@@ -7,20 +7,17 @@ from the same code are one) fails with each of the errors: the first, the middle
 
 import dataclasses
 import errno
-import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fault_library import ERRORS, HERE, compiled
+from fault_library import ERRORS, compiled
 from fault_sites import Fault, Site, lot
 from train_cases import tiny_checkpoint
+from train_fault_runs import run_all
 
 pytestmark = pytest.mark.ranks
 
@@ -37,16 +34,12 @@ Found = dict[str, Any]
 
 
 class Runs:
-    """`train_fault_runs`, and what every run of it is given."""
+    """`train_fault_runs` of one model, and the outcome of each kind of run without a fault."""
 
-    def __init__(self, library: Path, folder: Path) -> None:
-        self._folder, self._made, self._stderr = folder, 0, folder.with_suffix(".stderr")
+    def __init__(self, folder: Path, scratch: Path) -> None:
+        self._folder, self._scratch, self._made = folder, scratch, 0
+        self._whole: dict[str, Found] = {}
         tiny_checkpoint(folder / "model", num_hidden_layers=2, hidden_size=32, intermediate_size=48)
-        environment = os.environ | {"LD_PRELOAD": str(library), "MCA_FAULT_ROOTS": str(folder)}
-        command = [sys.executable, str(HERE / "train_fault_runs.py")]
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        with self._stderr.open("w") as stderr:  # outside the folder: a library warns once in each process
-            self._process = subprocess.Popen(command, env=environment, stderr=stderr, **pipes)
 
     def case(self, what: str, fault: Fault | None = None, *, rank: str = "0", **more: Any) -> dict[str, Any]:
         self._made += 1
@@ -56,38 +49,28 @@ class Runs:
         return folder | start | faulty | {"what": what} | more
 
     def run(self, cases: list[dict[str, Any]]) -> list[Found]:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps(cases) + "\n")
-        self._process.stdin.flush()
-        lines = [self._process.stdout.readline() for _ in cases]
-        assert all(lines), self._stderr.read_text()
-        return [json.loads(line) for line in lines]
+        return run_all(cases, self._scratch)
 
-    def close(self) -> None:
-        self._process.communicate()
-        assert self._process.returncode == 0
+    def whole(self, kind: str) -> Found:
+        """Return the outcome of a run without a fault; the saved one is resumed."""
+        if kind not in self._whole:
+            kept = {"folder": str(self._folder / "0"), "keep": True} if kind == "save" else {}
+            if kind == "resume":
+                self.whole("save")
+            (found,) = self.run([self.case(kind) | kept])
+            assert [rank["error"] for rank in found["ranks"].values()] == [None, None], found
+            assert len(found["sites"]["0"]) > 50
+            self._whole[kind] = found
+        return self._whole[kind]
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    folder = tmp_path_factory.mktemp("runs")
-    made = Runs(compiled(folder / "faults.so"), folder)
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def whole(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
-    """Return the outcome of each kind of run without a fault; the saved one is resumed."""
-    cases = {kind: runs.case(kind) for kind in KINDS}
-    cases["save"] |= {"folder": cases["resume"]["from"], "keep": True}
-    found = dict(
-        zip(KINDS, runs.run([cases["save"]]) + runs.run([cases["resume"], cases["export"]]), strict=True)
-    )
-    for each in found.values():
-        assert [rank["error"] for rank in each["ranks"].values()] == [None, None], each
-        assert len(each["sites"]["0"]) > 50
-    return found
+    folder, scratch = tmp_path_factory.mktemp("runs"), tmp_path_factory.mktemp("scratch")
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setenv("MCA_FAULT_LIBRARY", str(compiled(scratch / "faults.so")))
+        changed.setenv("MCA_FAULT_ROOTS", str(folder))
+        yield Runs(folder, scratch)
 
 
 def fault_of(kind: str, found: Found, whole: Found, failed: str) -> str | None:
@@ -128,12 +111,11 @@ def by_chance(rank: str, fault: Fault) -> bool:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("turn", TURNS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_call_of_a_rank_fails_once(
-    kind: str, turn: int, runs: Runs, whole: dict[str, Found], every_case: bool
-) -> None:
+def test_every_call_of_a_rank_fails_once(kind: str, turn: int, runs: Runs, every_case: bool) -> None:
+    whole = runs.whole(kind)
     chosen = [
         (rank, Fault(site.name, site.turn(turn), ERRORS[(site.number + turn) % len(ERRORS)]))
-        for rank, reported in whole[kind]["sites"].items()
+        for rank, reported in whole["sites"].items()
         for site in Site.all_of(reported)
     ]
     if not every_case:
@@ -148,7 +130,7 @@ def test_every_call_of_a_rank_fails_once(
     faults = [
         f"{fault.nth} {errno.errorcode[fault.error]} {found['sites'][rank]}: {wrong}\n{found['ranks'].get(rank)}"
         for found, (rank, fault) in zip(results, chosen, strict=True)
-        if (wrong := fault_of(kind, found, whole[kind], rank))
+        if (wrong := fault_of(kind, found, whole, rank))
     ]
     assert not faults, f"{len(faults)} of {len(results)}:\n" + "\n".join(faults)
 
@@ -178,10 +160,11 @@ def known(reported: dict[str, list[str]], function: str, part: str, which: int) 
     return Fault(*fitting[which], error=errno.EIO)
 
 
-def test_calls_that_were_not_looked_after(runs: Runs, whole: dict[str, Found], every_case: bool) -> None:
-    reported = {kind: whole[kind]["sites"]["0"] for kind in KINDS}  # in the order of the first call from each
+def test_calls_that_were_not_looked_after(runs: Runs, every_case: bool) -> None:
     chosen = dict(list(KNOWN.items())[:: 1 if every_case else 3])
-    cases = [runs.case(kind, known(reported[kind], *which)) for kind, *which in chosen.values()]
+    cases = [  # sites are in the order of the first call from each
+        runs.case(kind, known(runs.whole(kind)["sites"]["0"], *which)) for kind, *which in chosen.values()
+    ]
     for (name, (kind, *_)), found in zip(chosen.items(), runs.run(cases), strict=True):
         assert found["sites"]["0"], f"{name}: it is not called"
-        assert fault_of(kind, found, whole[kind], "0") is None, (name, found)
+        assert fault_of(kind, found, runs.whole(kind), "0") is None, (name, found)

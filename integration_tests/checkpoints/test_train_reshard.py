@@ -234,7 +234,7 @@ def run_with_names_of_megatron(*args: Any, **changes: Any) -> Any:
     """`run` that writes norms under the names that Megatron's local layers give them."""
     from unittest import mock
 
-    with mock.patch("mca_models.megatron.features.spec._checkpoint_names", return_value={}):
+    with mock.patch("mca_models.megatron.features.features._checkpoint_names", return_value={}):
         return run(*args, **changes)
 
 

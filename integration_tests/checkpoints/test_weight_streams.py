@@ -29,7 +29,7 @@ from mca_config.model_config import McaModelConfig
 from mca_convert import conversion
 from mca_models.megatron.state import export
 from mca_models.megatron.tensors import to_numpy
-from mca_models.quantization import fp8_write
+from mca_models.quantization.fp8 import quantize
 from mca_models.storage.safetensors import read_header
 from mca_models.templates import FAMILIES, config_from_hf
 from mca_models.templates.shapes import full_shape
@@ -165,7 +165,7 @@ def _require_blocks(plain: dict[str, torch.Tensor], fp8: dict[str, torch.Tensor]
             assert torch.equal(fp8[name], tensor)
             assert tensor.dim() == 1 or "embed" in name or "lm_head" in name or ".mlp.gate." in name, name
             continue
-        values, scales = fp8_write.quantize(name, to_numpy(tensor))
+        values, scales = quantize(name, to_numpy(tensor))
         assert np.array_equal(fp8[name].view(torch.uint8).numpy(), values.view(np.uint8)), name
         assert np.array_equal(fp8[f"{name}_scale_inv"].numpy(), scales), name
 

@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import CodeType
 from typing import Any, NamedTuple
 
 _VARIABLE = re.compile(r"(?<=/\.tmp)\w{6}|[0-9a-f]{8}|\d+")
@@ -69,26 +70,37 @@ def watched(reported: Path, fault: Fault | None) -> Iterator[None]:
     roots = os.environ["MCA_FAULT_ROOTS"].split(":")
     calls = itertools.count(1)  # from the fault's site
     log = os.open(reported, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    block = sys._getframe(2).f_code
 
     def answer(function: bytes, path: bytes) -> int:
         start = f"{function.decode()} {_kind(os.fsdecode(path), roots)} "
         if fault is not None and not fault.site.startswith(start):
             return 0
         frame = sys._getframe().f_back
-        site = start + code_of(frame)
+        site = start + code_of(frame, block)
         if fault is not None and (site != fault.site or next(calls) != fault.nth):
             return 0
         os.write(log, json.dumps([site, _where(frame)]).encode() + b"\n")
         return fault.error if fault else 0
 
     asked = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p)(answer)
-    library = ctypes.CDLL(None)
+    library = _library()
     library.faults_ask(asked)
     try:
         yield
     finally:
         library.faults_ask(None)
         os.close(log)
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    """Return the library of `faults.c`, preloaded or made to act as if it were."""
+    if (path := os.environ.get("MCA_FAULT_LIBRARY")) is None:
+        return ctypes.CDLL(None)
+    library = ctypes.CDLL(path)
+    library.faults_install()
+    return library
 
 
 def heard(reported: Path) -> dict[str, list[str]]:
@@ -105,10 +117,10 @@ def _kind(path: str, roots: list[str]) -> str:
     return f"{number}{_VARIABLE.sub('#', path[len(roots[number]) :])}"
 
 
-def code_of(frame: Any) -> str:
-    """Return the path to ``frame``: each function, with the line from its beginning."""
+def code_of(frame: Any, block: CodeType | None = None) -> str:
+    """Return the path to ``frame`` from the function ``block``: each function, with the line from its beginning."""
     stack = hashlib.blake2b(digest_size=8)
-    while frame is not None:
+    while frame is not None and frame.f_code is not block:
         code = frame.f_code
         line = 0 if code.co_name == "<module>" else (frame.f_lineno or 0) - code.co_firstlineno
         stack.update(f"{named(code.co_filename)} {code.co_qualname} {line}\n".encode())

@@ -1,7 +1,8 @@
 /* Asks before every call to the C library on a file under MCA_FAULT_ROOTS (separated by colons) whether it is to fail.
  *
- * Loaded with LD_PRELOAD; faults_ask(f) has f(name, path) answer from now on with the errno that the call is to fail
- * with, 0 if it is not; faults_ask(NULL) ends it. What f calls itself is not asked about. A close that fails has closed.
+ * Loaded with LD_PRELOAD, or into a running process, whose calls faults_install() redirects; faults_ask(f) has
+ * f(name, path) answer from now on with the errno that the call is to fail with, 0 if it is not; faults_ask(NULL) ends
+ * it. What f calls itself is not asked about. A close that fails has closed.
  */
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -9,10 +10,12 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
+#include <link.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <sys/syscall.h>
@@ -297,4 +300,46 @@ int close(int fd) {
     int code = real(fd);
     if (failed) errno = failed;
     return failed ? -1 : code;
+}
+
+/* The pointers through which one table of relocations calls functions of this file. */
+static void redirect(ElfW(Addr) base, const ElfW(Rela) *table, size_t size, const ElfW(Sym) *symbols, const char *names,
+                     void *self, ElfW(Addr) own) {
+    for (const ElfW(Rela) *each = table; table && each < table + size / sizeof *each; each++) {
+        const ElfW(Sym) *symbol = symbols + ELF64_R_SYM(each->r_info);
+        if (!ELF64_R_SYM(each->r_info) || each->r_addend || ELF64_ST_TYPE(symbol->st_info) == STT_OBJECT) continue;
+        void *ours = dlsym(self, names + symbol->st_name), **slot = (void **)(base + each->r_offset);
+        Dl_info found;
+        if (!ours || *slot == ours || !dladdr(ours, &found) || (ElfW(Addr))found.dli_fbase != own) continue;
+        size_t page = sysconf(_SC_PAGESIZE);
+        mprotect((void *)((ElfW(Addr))slot & -page), page, PROT_READ | PROT_WRITE);
+        *slot = ours;
+    }
+}
+
+static int redirect_object(struct dl_phdr_info *object, size_t size, void *self) {
+    Dl_info here;
+    dladdr(redirect_object, &here);
+    if (object->dlpi_addr == (ElfW(Addr))here.dli_fbase || strstr(object->dlpi_name, "/libc.so")
+        || strstr(object->dlpi_name, "/ld-linux") || strstr(object->dlpi_name, "linux-vdso")) return 0;
+    for (int n = 0; n < object->dlpi_phnum; n++) {
+        if (object->dlpi_phdr[n].p_type != PT_DYNAMIC) continue;
+        ElfW(Addr) found[DT_NUM] = {0};
+        for (ElfW(Dyn) *entry = (void *)(object->dlpi_addr + object->dlpi_phdr[n].p_vaddr); entry->d_tag; entry++)
+            if (entry->d_tag > 0 && entry->d_tag < DT_NUM) found[entry->d_tag] = entry->d_un.d_ptr;
+        const ElfW(Sym) *symbols = (void *)found[DT_SYMTAB];
+        const char *names = (void *)found[DT_STRTAB];
+        redirect(object->dlpi_addr, (void *)found[DT_JMPREL], found[DT_PLTRELSZ], symbols, names, self,
+                 (ElfW(Addr))here.dli_fbase);
+        redirect(object->dlpi_addr, (void *)found[DT_RELA], found[DT_RELASZ], symbols, names, self,
+                 (ElfW(Addr))here.dli_fbase);
+    }
+    return 0;
+}
+
+/* Have everything that is loaded call this file's functions, as if it had been loaded with LD_PRELOAD. */
+void faults_install(void) {
+    Dl_info here;
+    dladdr(redirect_object, &here);
+    dl_iterate_phdr(redirect_object, dlopen(here.dli_fname, RTLD_NOW | RTLD_NOLOAD));
 }

@@ -31,7 +31,7 @@ from gradients import (
 )
 from harness import run_ranks
 from layouts import world_size
-from mca_models.megatron.factory import execution
+from mca_models.megatron.factory import transformer_config
 from net.compare import read
 from reference import CASES, SIZE, Reference, hf_model, make_reference
 
@@ -74,7 +74,7 @@ def double_precision() -> Iterator[None]:
     try:
         with (
             patch.object(torch.autograd, "_engine_run_backward", run_backward),
-            patch.dict(execution.DTYPES, float32=torch.float64),
+            patch.dict(transformer_config.DTYPES, float32=torch.float64),
             DoublePrecision(),
         ):
             yield

@@ -93,6 +93,9 @@ def prepare_parent() -> None:
 
     for name in mca_train.__all__:
         getattr(mca_train, name)  # imported when it is asked for
+    from mca_train.config.early_arguments import metric_schedules
+
+    platform.megatron_version(), metric_schedules()  # kept from the first call on
     gc.freeze()
     atexit.register(gc.unfreeze)  # otherwise nanobind reports the types of its modules as leaks at the exit
     gc.enable()
@@ -195,10 +198,6 @@ def _rank_main(call: _Call, number: int, pipe: int, stacks: Path, parent: int) -
             sink.write(_pickled(outcome))
         status = 0 if outcome[0] == "result" else 1
     finally:
-        with contextlib.suppress(Exception):
-            from mca_models.megatron import platform
-
-            platform.close()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)

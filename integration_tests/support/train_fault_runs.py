@@ -1,12 +1,10 @@
 """Trains, resumes and exports on two ranks again and again, with one call to the C library failing in each run.
 
-    LD_PRELOAD=faults.so MCA_FAULT_ROOTS=FOLDER python train_fault_runs.py
-
 A run is ``{"what": ..., "model": ..., "folder": ..., "from": ..., "rank": r, "fault": {"site": ..., "nth": n, "error":
-errno}}``: that call of rank r fails (see `fault_sites`); with ``"fault": null`` none. A line of standard input is a
-list of them; they share their processes until one ends on one rank alone: when the other only waits for it, both are
-ended, as a launcher does. Prints a line of JSON for each: what came of it on each rank, with the sites that it called
-or the one that failed, and what stands in ``folder``, which is removed unless the run says ``"keep": true``.
+errno}}``: that call of rank r fails (see `fault_sites`); with ``"fault": null`` none. `run_all` takes a list of them;
+they share their processes until one ends on one rank alone: when the other only waits for it, both are ended, as a
+launcher does. The outcome of each is what came of it on each rank, with the sites that it called or the one that
+failed, and what stands in ``folder``, which is removed unless the run says ``"keep": true``.
 """
 
 import contextlib
@@ -24,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from fault_sites import Fault, heard, watched
-from harness import RanksFailed, prepare_parent, run_ranks
+from harness import RanksFailed, run_ranks
 from train_cases import arguments, history, make_trainer, quietly
 
 RANKS = 2
@@ -166,8 +164,9 @@ def tree(folder: Path) -> dict[str, int]:
     }
 
 
-def run_all(cases: list[dict[str, Any]], scratch: Path) -> None:
-    """All of ``cases``, in as few groups of ranks as there are runs that end on one alone."""
+def run_all(cases: list[dict[str, Any]], scratch: Path) -> list[dict[str, Any]]:
+    """The outcomes of ``cases``, in as few groups of ranks as there are runs that end on one alone."""
+    found: list[dict[str, Any]] = []
     while cases:
         results = Path(tempfile.mkdtemp(dir=scratch))
         try:
@@ -178,25 +177,11 @@ def run_all(cases: list[dict[str, Any]], scratch: Path) -> None:
         while done < len(cases) and (by_rank := sorted(results.glob(f"{done}.[01]"))):
             ranks = {file.suffix[1:]: json.loads(file.read_text()) for file in by_rank}
             sites = {rank: heard(reported(results, done, int(rank))) for rank in ("0", "1")}
-            print_line({"ranks": ranks, "sites": sites, "tree": tree(Path(cases[done]["folder"]))})
+            found.append({"ranks": ranks, "sites": sites, "tree": tree(Path(cases[done]["folder"]))})
             done += 1
-        if not done:
-            raise SystemExit("no rank has come to an end")
+        assert done, "no rank has come to an end"
         for case in cases:
             if not case.get("keep"):
                 shutil.rmtree(case["folder"], ignore_errors=True)
         cases = cases[done:]
-
-
-def print_line(found: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(found) + "\n")
-    sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    prepare_parent()
-    from mca_train import McaTrainer  # noqa: F401 (imported once, for all runs)
-
-    with tempfile.TemporaryDirectory() as folder:
-        for line in sys.stdin:
-            run_all(json.loads(line), Path(folder))
+    return found

@@ -101,7 +101,7 @@ LADDERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("torch_checkpoint",),
         ("checkpoint_kinds",),
         ("lora",),
-        ("auto_config", "megatron"),
+        ("megatron",),
     ),
     "mca_models.megatron": (
         ("names", "tensors", "types"),

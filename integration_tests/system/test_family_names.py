@@ -46,7 +46,7 @@ def test_no_family_is_asked_for_by_name() -> None:
 @pytest.mark.parametrize(
     ("module", "text"),
     [
-        ("mca_train.data.image_processors", 'wanted = config.model_type == "gemma3"'),
+        ("mca_train.data.media_tokens", 'wanted = config.model_type == "gemma3"'),
         ("mca_models.megatron.factory.chunks", 'if kind in ("bloom", "llama"): pass'),
         ("mca_models.templates.parts.common", 'OWN = {"gpt2": 1}'),
         ("mca_models.templates.phi", 'def f(kind):\n    return kind == "mistral"'),

@@ -82,7 +82,7 @@ def built(checkpoint: Path, output_dir: Path) -> dict[str, Any]:
     from megatron.core import parallel_state
 
     from mca_models import AutoModel
-    from mca_models.megatron.layers.parameter_attributes import set_parameter_attributes
+    from mca_models.megatron.factory.chunks import set_parameter_attributes
 
     model: Any = AutoModel.from_pretrained(checkpoint, arguments(output_dir, **TP))
     cut = [tensor for item, tensor in model.local_params() if item.param.shard.axis is not None]

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 
 from crossed_runs import Prepared, prepared
-from mca_models.megatron.features import media, mtp_media
+from mca_models.megatron.features import media, mtp
 from media_runs import Row, load_model, run_training
 from prediction import APART, SCALE, PredictionLayer
 
@@ -164,10 +164,8 @@ def _unshifted(patch: pytest.MonkeyPatch) -> None:
 
 
 def _without_gradients(patch: pytest.MonkeyPatch) -> None:
-    add = mtp_media.SentFeatures.add
-    patch.setattr(
-        mtp_media.SentFeatures, "add", lambda sent, found: add(sent, tuple(x.detach() for x in found))
-    )
+    add = mtp.SentFeatures.add
+    patch.setattr(mtp.SentFeatures, "add", lambda sent, found: add(sent, tuple(x.detach() for x in found)))
 
 
 FAULTS = {

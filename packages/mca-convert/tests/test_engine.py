@@ -14,7 +14,7 @@ from mca_convert.engine import Engine
 from mca_convert.fills import Fill
 from mca_convert.pool import Limits
 from mca_convert.reader import SourceFiles
-from mca_models.quantization.fp8_write import quantize
+from mca_models.quantization.fp8 import quantize
 from mca_models.storage.byte_ranges import Gather, Move
 from mca_models.storage.manifest import FileRecord
 from mca_models.storage.safetensors import plan_file, read_header

@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from mca_convert.cli import main
 from mca_models.checkpoint_kinds import open_checkpoint
-from mca_models.quantization import fp8_write
-from mca_models.quantization.fp8_write import BLOCK, TILE_BYTES
+from mca_models.quantization.fp8 import BLOCK, TILE_BYTES, quantize, scale_shape
 from mca_models.storage.safetensors import TensorInfo, read_header
 
 SIZES = {"hidden_size": 160, "intermediate_size": 272}
@@ -30,7 +29,7 @@ def tensors_of(path: Path) -> dict[str, TensorInfo]:
 def plain_blocks(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Block by block, as the definition says it."""
     wide = weight.astype(np.float32)
-    values, scales = np.empty(wide.shape, E4M3), np.empty(fp8_write.scale_shape(wide.shape), np.float32)
+    values, scales = np.empty(wide.shape, E4M3), np.empty(scale_shape(wide.shape), np.float32)
     for lead in np.ndindex(wide.shape[:-2]):
         for i, j in np.ndindex(scales.shape[-2:]):
             cut = (*lead, slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128))
@@ -145,7 +144,7 @@ def test_rounding_is_to_the_nearest_even() -> None:
     weight = np.zeros((len(tested) // 128 * 128, 128), np.float32)
     weight[: len(tested) // 128] = tested.reshape(-1, 128)
     weight[127::128, 0] = 448  # so each scale is 1
-    values, scales = fp8_write.quantize("w", weight)
+    values, scales = quantize("w", weight)
     assert (scales == 1).all()
     assert np.array_equal(values.view(np.uint8), weight.astype(E4M3).view(np.uint8))
 
@@ -159,7 +158,7 @@ def test_every_number_of_bfloat16_is_divided_by_every_scale(exponent: int) -> No
     wide = np.zeros((BLOCK, 128 * BLOCK + 5), np.uint16)  # and some that are no whole block
     wide[:, :-5] = blocks_of.reshape(BLOCK, BLOCK, 128).swapaxes(1, 2).reshape(BLOCK, -1)
     weight = wide.view(ml_dtypes.bfloat16)
-    values, scales = fp8_write.quantize("w", weight)
+    values, scales = quantize("w", weight)
     tops = (np.append(largest, 0).astype(np.uint32) << 16).view(np.float32)
     smallest = np.finfo(np.float32).tiny  # a smaller scale would lose digits
     assert np.array_equal(scales[0], np.where(tops, np.maximum(tops / np.float32(448), smallest), 1))
@@ -180,7 +179,7 @@ def test_numbers_are_the_same_where_the_cpu_takes_small_ones_for_0() -> None:
     def flushing() -> None:  # in a thread of its own, as the mode is a thread's
         assert torch.set_flush_denormal(True)
         try:
-            found.extend(fp8_write.quantize("w", weight))
+            found.extend(quantize("w", weight))
         finally:
             torch.set_flush_denormal(False)
 
@@ -193,12 +192,12 @@ def test_numbers_are_the_same_where_the_cpu_takes_small_ones_for_0() -> None:
 
 
 def test_zeros_and_values_that_are_not_finite(tmp_path: Path) -> None:
-    values, scales = fp8_write.quantize("w", np.zeros((3, 130), np.float16))
+    values, scales = quantize("w", np.zeros((3, 130), np.float16))
     assert scales.tolist() == [[1, 1]] and not values.astype(np.float32).any()
     with pytest.raises(
         Exception, match=r"^tensor w has values that are not finite; it cannot be written as fp8$"
     ):
-        fp8_write.quantize("w", np.full((2, 2), np.nan, ml_dtypes.bfloat16))
+        quantize("w", np.full((2, 2), np.nan, ml_dtypes.bfloat16))
 
 
 def test_megatron_targets_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -286,6 +286,12 @@ def test_help_goes_where_it_can(where, code, reported):
     assert (done.returncode, done.stderr.strip(), done.stdout) == (code, reported, "")
 
 
+def test_an_unknown_optimizer_is_answered_with_those_of_megatron(run, capsys):
+    assert main(["sft", run(), "--optim", "adamw"]) == 2
+    reported = capsys.readouterr().err
+    assert reported == "error: --optim is 'adamw'; expected adamw_torch, adamw_torch_fused or sgd\n"
+
+
 def test_readme_and_docs_name_the_keys_of_the_data():
     from mca_train.config.arguments import DataArguments, LaunchArguments
 

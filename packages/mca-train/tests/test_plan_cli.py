@@ -185,6 +185,15 @@ def test_a_quantised_checkpoint_is_planned_in_the_dtype_that_it_is_read_in(run, 
         assert stage["weights"] == stage["reference"] == size * stage["parameters"], dtype
 
 
+@pytest.mark.parametrize(("packing", "unit"), [(True, "packs"), (False, "samples")])
+def test_a_search_counts_the_global_batch_as_the_plan(packing, unit, run, capsys):
+    words = ["plan", "sft", run(sequence_packing=packing), "--gpus", "1", "--device", "gib:40"]
+    assert main(words) == 0
+    assert f"global batch 8 {unit}" in capsys.readouterr().out.replace("  ", " ")
+    assert main([*words, "--search"]) == 0
+    assert f"global batch 8 {unit}" in capsys.readouterr().out
+
+
 def test_a_search_finds_layouts_that_can_be_run(run, capsys):
     path = run(tensor_model_parallel_size=2, gradient_accumulation_steps=4)
     assert main(["plan", "sft", path, "--gpus", "8", "--search", "--device", "gib:40", "--json"]) == 0

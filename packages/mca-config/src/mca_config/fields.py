@@ -109,11 +109,14 @@ def _cast_all(
     arguments: JsonObject = {}
     problems = []
     refused = {f.name: f.metadata.get("refused", {}) for f in dataclasses.fields(cls)}
+    expected = getattr(cls, "expected_values", {})
     for name in (name for name in table if name in values):
         try:
             arguments[name] = cast(name, values[name], table[name][0], words=words)
         except McaError as error:
             why = refused[name].get(str(values[name]))
+            if not why and name in expected:
+                why = f"expected {expected[name]}"
             problems.append(f"{name} is {values[name]!r}; {why}" if why else str(error))
     return arguments, problems
 

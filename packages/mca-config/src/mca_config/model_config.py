@@ -198,7 +198,6 @@ class McaModelConfig:
         return self.from_fields(**(self.to_fields() | changes))
 
     def _sections(self) -> dict[str, Section]:
-        """Return the sections that the model has."""
         sections = {name: getattr(self, name) for name in SECTIONS}
         return {name: section for name, section in sections.items() if section is not None}
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from mca_config.arguments import DistributingParallelArguments, MegatronArguments
+from mca_config.arguments.distributing import DistributingOptions
 from mca_config.arguments.megatron import TrainingOptions
-from mca_config.arguments.options import DistributingOptions
 
 LEVELS: tuple[tuple[type, type], ...] = (
     (DistributingParallelArguments, DistributingOptions),

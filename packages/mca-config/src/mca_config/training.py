@@ -92,8 +92,12 @@ def _report_problems(report_to: Typed) -> Iterator[str]:
     from transformers.integrations import get_available_reporting_integrations
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-    available = get_available_reporting_integrations()
-    return report_problems(report_to, INTEGRATION_TO_CALLBACK, available.__contains__)
+    def is_installed(
+        name: str,
+    ) -> bool:  # looks for the packages of all integrations, so only if one is named
+        return name in get_available_reporting_integrations()
+
+    return report_problems(report_to, INTEGRATION_TO_CALLBACK, is_installed)
 
 
 @dataclass(kw_only=True, repr=False)

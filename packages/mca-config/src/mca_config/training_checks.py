@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import ClassVar, Literal
 
 from mca_config.arguments import MegatronArguments
 from mca_config.errors import McaError
@@ -332,6 +332,9 @@ def _read_numbers(value: Typed) -> Typed:
 @dataclass(kw_only=True)
 class CheckedArguments(MegatronArguments):
     """Base of a class that also has Hugging Face's fields: defaults that depend on both, and contradictions."""
+
+    expected_values: ClassVar[Mapping[str, str]] = {"optim": f"{', '.join(_ADAMW)} or sgd"}
+    """Values that are supported, by field, for errors about values that Hugging Face does not know."""
 
     def derive_settings(self) -> None:
         """Set Megatron's arguments that follow from Hugging Face's."""

@@ -319,7 +319,8 @@ def _convert_adapter(
     require_free: Callable[[], None],
 ) -> ConversionResult:
     from mca_config.model_config import McaModelConfig
-    from mca_models.lora import convert_adapter, is_mca_adapter, load_model_config
+    from mca_models.checkpoint_kinds import load_model_config
+    from mca_models.lora import convert_adapter, is_mca_adapter
 
     started, from_mca = time.monotonic(), is_mca_adapter(adapter)
     target = conversion_target(request, from_megatron=from_mca)

@@ -19,8 +19,8 @@ from mca_convert.pool import ByteCounter, Limits, Progress, allow_open_files, ru
 from mca_convert.reader import Buffers, Collector, SourceFiles
 from mca_models.checkpoint.mca_directory import load_config
 from mca_models.checkpoint_kinds import checkpoint_kind
-from mca_models.quantization.fp8_read import Fp8Tensor
-from mca_models.quantization.mxfp4_read import Mxfp4Tensor
+from mca_models.quantization.fp8 import Fp8Tensor
+from mca_models.quantization.mxfp4 import Mxfp4Tensor
 from mca_models.storage.copy_plan import HF
 from mca_models.storage.dtypes import ITEM_SIZES, dtype_code
 from mca_models.storage.source import ModelSource, Part, first_few

@@ -14,7 +14,7 @@ from itertools import groupby
 from mca_convert.fills import Chunk, Chunking, Fill, band_elements, fill_item_size
 from mca_convert.pool import Limits, run_all
 from mca_convert.reader import Buffers, Collector, SourceFiles, is_any_kept
-from mca_models.quantization.fp8_write import Fp8Tile, quantize, scale_shape
+from mca_models.quantization.fp8 import Fp8Tile, quantize, scale_shape
 from mca_models.storage.dtypes import ITEM_SIZES
 from mca_models.storage.manifest import FileRecord
 from mca_models.storage.safetensors import FilePlan

@@ -13,8 +13,7 @@ from mca_config.errors import McaError
 from mca_models.checkpoint.hf_writer import HfLayout
 from mca_models.checkpoint.mca_directory import McaLayout
 from mca_models.checkpoint.placement import shard_count, shard_files
-from mca_models.quantization.fp8_read import Fp8Tensor
-from mca_models.quantization.fp8_write import BLOCK, CODE, SCALE_CODE, scale_shape
+from mca_models.quantization.fp8 import BLOCK, CODE, SCALE_CODE, Fp8Tensor, scale_shape
 from mca_models.storage.byte_ranges import Gather, Move, clip
 from mca_models.storage.copy_plan import HF
 from mca_models.storage.dtypes import ITEM_SIZES

@@ -29,21 +29,20 @@ from mca_models.checkpoint.hf_directory import ConfigOnlySource, StoredTensor, h
 from mca_models.checkpoint.hf_writer import METADATA
 from mca_models.checkpoint.mca_directory import McaLayout, is_mca, iteration_name, layout_faults, load_config
 from mca_models.checkpoint.side_files import side_files
-from mca_models.checkpoint_kinds import CheckpointKind, checkpoint_kind, open_checkpoint
+from mca_models.checkpoint_kinds import CheckpointKind, checkpoint_kind, load_model_config, open_checkpoint
 from mca_models.lora import (
     Adapter,
     MergedSource,
     PeftTensors,
     cast_adapter,
     is_mca_adapter,
-    load_model_config,
     open_adapter,
     plan_adapter,
     with_layout,
 )
 from mca_models.lora.config import FILE_NAME
 from mca_models.lora.peft_directory import WEIGHTS
-from mca_models.quantization.fp8_write import TILE_BYTES
+from mca_models.quantization.fp8 import TILE_BYTES
 from mca_models.storage.atomic import staging_parent
 from mca_models.storage.dtypes import ITEM_SIZES, dtype_code
 from mca_models.storage.manifest import FileRecord

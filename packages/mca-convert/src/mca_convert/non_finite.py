@@ -15,8 +15,8 @@ from mca_config.printable import counted
 from mca_convert.fills import FLOATS, Chunk, Fill, split_exactly
 from mca_convert.pool import Limits, run_all
 from mca_convert.reader import Buffers, Collector, SourceFiles
-from mca_models.quantization.fp8_read import Fp8Tensor
-from mca_models.quantization.mxfp4_read import Mxfp4Tensor
+from mca_models.quantization.fp8 import Fp8Tensor
+from mca_models.quantization.mxfp4 import Mxfp4Tensor
 from mca_models.storage.copy_plan import HF
 from mca_models.storage.dtypes import DTYPE_NAMES, ITEM_SIZES, numpy_dtype
 from mca_models.storage.source import ModelSource, Part

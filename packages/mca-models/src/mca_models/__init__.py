@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from mca_config.lazy_names import make_lazy_getattr
 
 if TYPE_CHECKING:
-    from mca_models.auto_config import AutoConfig
-    from mca_models.checkpoint_kinds import open_checkpoint
+    from mca_models.checkpoint_kinds import AutoConfig, open_checkpoint
     from mca_models.megatron.auto import AutoModel
     from mca_models.megatron.log_probs.vocabulary import TokenValues
     from mca_models.megatron.peft.create import get_peft_model, load_adapter
@@ -29,7 +28,7 @@ __all__ = [
 ]
 
 _HOME = {
-    "AutoConfig": "auto_config",
+    "AutoConfig": "checkpoint_kinds",
     "AutoModel": "megatron.auto",
     "TokenValues": "megatron.log_probs.vocabulary",
     "VirtualModels": "megatron.virtual_models",

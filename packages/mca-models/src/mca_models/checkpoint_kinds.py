@@ -1,4 +1,4 @@
-"""Kinds of checkpoint directories, and one function that opens any of them.
+"""Kinds of checkpoint directories, one function that opens any of them, and the configurations in them.
 
 How each kind is read is known to `checkpoint` and `torch_checkpoint`.
 """
@@ -9,10 +9,28 @@ from pathlib import Path
 
 from mca_config.errors import McaError
 from mca_config.files import has_entry
-from mca_models.checkpoint.hf_directory import INDEX, PICKLED, PICKLED_INDEX, SINGLE, HfSource, StoredTensor
-from mca_models.checkpoint.mca_directory import McaSource, is_mca, iteration_name, latest_iteration
+from mca_config.model_config import McaModelConfig
+from mca_models.checkpoint.hf_directory import (
+    INDEX,
+    PICKLED,
+    PICKLED_INDEX,
+    SINGLE,
+    HfSource,
+    StoredTensor,
+    named_config_errors,
+    read_config,
+)
+from mca_models.checkpoint.mca_directory import (
+    McaSource,
+    is_mca,
+    iteration_name,
+    latest_iteration,
+    load_config,
+)
+from mca_models.hub import resolve_directory
 from mca_models.storage.manifest import FILE_NAME as MANIFEST
 from mca_models.storage.source import ModelSource
+from mca_models.templates import config_from_hf
 
 _SAFE, _PICKLED = (SINGLE, INDEX), (PICKLED, PICKLED_INDEX)
 _MEGATRON = ("latest_checkpointed_iteration.txt", ".metadata", "dist_model")
@@ -133,3 +151,34 @@ def open_checkpoint(path: str | Path, dtype: str | None = None) -> ModelSource:
     from mca_models.torch_checkpoint.torch_dist import open_torch_dist
 
     return open_roll(path) if kind is CheckpointKind.ROLL else open_torch_dist(path)
+
+
+def load_model_config(path: Path) -> McaModelConfig:
+    """Load the model of a HF or MCA checkpoint directory; only its configuration need be there."""
+    if is_mca(path):
+        return load_config(path)
+    with named_config_errors(path):
+        return config_from_hf(read_config(path))
+
+
+class AutoConfig:
+    """Factory of `mca_config.McaModelConfig`; it needs no torch and reads no weights."""
+
+    @staticmethod
+    def from_pretrained(path: str | Path) -> McaModelConfig:
+        """Return the configuration of a model.
+
+        Args:
+            path: A Hugging Face or MCA directory, in which only the configuration must be present, or a model of the
+                Hub.
+
+        Raises:
+            McaError: There is no configuration, or a model of its type or with its settings is not supported.
+
+        Example:
+            ```python
+            config = AutoConfig.from_pretrained("Qwen/Qwen3-8B")
+            print(config.num_layers, config.hidden_size)
+            ```
+        """
+        return load_model_config(resolve_directory(path, "config"))

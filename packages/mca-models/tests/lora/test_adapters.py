@@ -20,11 +20,10 @@ from safetensors.torch import load_file, save_file
 
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
-from mca_models.checkpoint_kinds import open_checkpoint
+from mca_models.checkpoint_kinds import load_model_config, open_checkpoint
 from mca_models.lora import (
     AdapterConfig,
     convert_adapter,
-    load_model_config,
     merge,
     open_adapter,
     rules_for_training,
@@ -291,7 +290,8 @@ def test_no_torch_is_needed(tmp_path: Path) -> None:
 import sys
 from pathlib import Path
 from mca_models.checkpoint_kinds import open_checkpoint
-from mca_models.lora import MergedSource, load_model_config, open_adapter, write_mca_adapter, write_peft
+from mca_models.checkpoint_kinds import load_model_config
+from mca_models.lora import MergedSource, open_adapter, write_mca_adapter, write_peft
 from mca_models.storage.source import read_shard
 base, source, out = Path({str(base)!r}), Path({str(source)!r}), Path({str(tmp_path)!r})
 adapter = open_adapter(source, load_model_config(base))

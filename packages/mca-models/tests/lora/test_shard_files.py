@@ -15,13 +15,13 @@ from safetensors.numpy import load_file, save_file
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig
+from mca_models.checkpoint_kinds import load_model_config
 from mca_models.lora import Adapter, AdapterConfig, open_adapter, rules_for_training, write_mca_adapter
 from mca_models.lora.convert import (
     _SAME_MODEL,
     adapter_for,
     convert_adapter,
     load_adapter_rules,
-    load_model_config,
 )
 from mca_models.lora.mca_directory import is_mca_adapter, open_mca_adapter
 from mca_models.lora.peft_directory import PeftReader, peft_shapes, write_peft

@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from mca_models.megatron.features.attention import with_clipped_qkv
-from mca_models.megatron.features.block import SharedNorm, _scale_output, connect_parallel_blocks, second_norm
+from mca_models.megatron.features.block import (
+    SharedNorm,
+    _scale_output,
+    connect_parallel_blocks,
+    connect_residuals,
+    second_norm,
+)
 from mca_models.megatron.features.identity_experts import (
     router_with_identity_experts,
     with_identity_experts,
@@ -17,7 +23,6 @@ from mca_models.megatron.features.identity_experts import (
 from mca_models.megatron.features.mlp import scaled_activation
 from mca_models.megatron.features.moe import _add_post_norms, latent_projections
 from mca_models.megatron.features.moe_with_dense_mlp import with_dense_mlp
-from mca_models.megatron.features.normed_residual import connect_residuals
 from mca_models.megatron.features.norms import (
     PerHeadKeyNorm,
     PerHeadNorm,

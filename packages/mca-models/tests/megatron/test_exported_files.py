@@ -142,7 +142,8 @@ def test_stacked_experts_are_split_only_if_asked(
     sent: list[Unit] = []
     for name, replacement in {
         "gather_param_specs": lambda models: specs,
-        "hf_tensors": lambda *arguments, **keywords: layout,
+        "model_params": lambda models: experts,
+        "HfTensors": lambda *arguments, **keywords: layout,
         "plan_buckets": lambda units, *others: sent.extend(units),
         "WeightSource": lambda *arguments: None,
         "stream": lambda *arguments: (each for each in ()),

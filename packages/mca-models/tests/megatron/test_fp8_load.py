@@ -5,7 +5,7 @@ import torch
 
 from mca_models.megatron.state import fp8
 from mca_models.megatron.state.fp8 import DequantizedWeights
-from mca_models.quantization.fp8_write import scale_shape
+from mca_models.quantization.fp8 import scale_shape
 
 WEIGHT = torch.ones(256, 128).to(torch.float8_e4m3fn)
 

@@ -8,10 +8,10 @@ import torch
 from transformers.activations import XIELUActivation
 
 from mca_models.megatron import platform
+from mca_models.megatron.features.dsa import DsaIndexer, DsaSizes
 from mca_models.megatron.features.mlp import Xielu
 from mca_models.megatron.features.routers import BiasedTopK
 from mca_models.megatron.layers.attention import AttentionOptions, CoreAttention
-from mca_models.megatron.layers.dsa_indexer import DsaIndexer, DsaSizes
 
 
 def test_an_indexer_chooses_the_highest_of_the_keys_before() -> None:

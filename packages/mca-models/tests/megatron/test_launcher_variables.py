@@ -3,7 +3,7 @@
 import pytest
 
 from mca_config.errors import McaError
-from mca_models.megatron.platform.launcher import local_rank, require_launcher
+from mca_models.megatron.platform._device import local_rank, require_launcher
 
 WHOLE = {
     "RANK": "1",

@@ -12,9 +12,13 @@ from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron import platform
-from mca_models.megatron.factory.execution import layout_settings, pipeline_settings
 from mca_models.megatron.factory.limits import require_supported
-from mca_models.megatron.factory.transformer_config import Target, transformer_config
+from mca_models.megatron.factory.transformer_config import (
+    Target,
+    layout_settings,
+    pipeline_settings,
+    transformer_config,
+)
 from mca_models.megatron.features.feature import Setup
 from mca_models.megatron.features.features import active_features
 from mca_models.megatron.log_probs.forward import _require_packs

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from mca_config.layout import ParallelLayout
-from mca_models.megatron.layers.parameter_attributes import set_parameter_attributes
+from mca_models.megatron.factory.chunks import set_parameter_attributes
 
 TWO_EXPERT_RANKS = {"expert_model_parallel_size": 2}
 SEPARATE = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1}

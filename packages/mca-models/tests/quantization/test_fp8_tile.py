@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mca_models.megatron.state import fp8
-from mca_models.quantization.fp8_write import BLOCK, LARGEST, WIDTH, Fp8Tile
+from mca_models.quantization.fp8 import BLOCK, LARGEST, WIDTH, Fp8Tile
 from mca_models.storage.dtypes import numpy_dtype
 
 _E4M3 = torch.float8_e4m3fn

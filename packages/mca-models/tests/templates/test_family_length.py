@@ -17,11 +17,12 @@ LONGER = {
         *("gemma4", "internvl", "kimi", "lfm", "llama4", "minicpm", "minimax"),
     ),
     "layers with a state beside those with attention, under keys and names of their own": (
-        *("bailing_hybrid", "falcon", "nemotron_h"),
+        *("bailing_hybrid", "mamba", "nemotron_h"),
     ),
     "windows, ropes, heads, norms or experts that differ by layer, in several forms of config.json": (
         "mimo",
     ),
+    "older than Llama: names, arrangements and keys that no other family has": ("gpt",),
     "experts on a shortcut, and some without weights": ("longcat_flash",),
     "experts with biases, in one tensor and interleaved": ("gpt_oss",),
 }

@@ -37,10 +37,9 @@ from mca_models.megatron.features.sequence_media import MediaJoiner
 from mca_train.batching.collate import PadCollator, StepCollator
 from mca_train.batching.sampling import CountedSamples
 from mca_train.config.arguments import DataArguments
-from mca_train.data.image_processors import image_tokens
 from mca_train.data.image_rows import ImageReader
 from mca_train.data.image_tiles import TileRowTokens
-from mca_train.data.media_tokens import MediaTokens
+from mca_train.data.media_tokens import MediaTokens, image_tokens
 from mca_train.data.medium_tokens import Grid, MediaContext, expecting, load_processor
 from mca_train.data.video_files import VideoFacts
 from mca_train.data.video_tokens import PooledVideoTokens, SliceVideoTokens

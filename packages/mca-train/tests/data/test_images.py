@@ -21,7 +21,7 @@ from mca_train.batching.packing import PackedDataset
 from mca_train.batching.sampling import CountedSamples
 from mca_train.config.arguments import DataArguments
 from mca_train.data.image_files import open_image
-from mca_train.data.image_processors import image_tokens
+from mca_train.data.media_tokens import image_tokens
 from mca_train.data.medium_tokens import Grid
 from mca_train.data.row_paths import RowPaths
 from mca_train.tasks import TASKS

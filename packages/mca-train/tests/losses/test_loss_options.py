@@ -92,6 +92,12 @@ def test_each_excluded_argument_is_one_problem_that_names_it(check: Any, exclude
     assert [problem.split()[0] for problem in check(SimpleNamespace(**changes))] == excluded
 
 
+@pytest.mark.parametrize(("samples", "number"), [(0, "none"), (1, "only one"), (2, "")])
+def test_a_dataset_of_kto_has_two_samples(samples: int, number: str) -> None:
+    problems = list(options.kto_dataset_problems(samples))
+    assert [number] * bool(number) == [each.split(" has ")[1].split(";")[0] for each in problems]
+
+
 @pytest.mark.parametrize(("samples", "refused"), [(1, True), (2, False), (3, False)])
 def test_a_step_of_kto_has_two_samples(samples: int, refused: bool) -> None:
     assert bool(list(options.kto_step_problems(samples))) is refused

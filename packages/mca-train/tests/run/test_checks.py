@@ -3,7 +3,9 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save
 
 from mca_train.cli import main
 from mca_train.config import model
@@ -89,20 +91,44 @@ def test_a_tokenizer_with_more_tokens_than_an_adapter_has_rows_is_told_of_by_the
     assert main(["plan", "sft", run()]) == 0
 
 
-@pytest.mark.parametrize(("single", "reported"), [(False, ["1 of 2 files named in"]), (True, [])])
-def test_shards_are_required_where_they_are_read_and_no_download_can_follow(single, reported, run, tmp_path):
-    values, where = load_values(Path(run()), [])
-    model = tmp_path / "model"
-    (model / "a.safetensors").touch()
+WHOLE = save({"x": np.zeros(4)})
+FILES = {
+    "missing": ({"a": WHOLE}, ["model: 1 of 2 files named in model.safetensors.index.json are missing (b"]),
+    "truncated": ({"a": WHOLE, "b": WHOLE[:-1]}, ["b.safetensors: the tensors end at byte"]),
+    "in the header": (
+        {"a": WHOLE[:20], "b": b""},
+        ["a.safetensors: its header", "b.safetensors: 0 bytes are"],
+    ),
+    "complete": ({"a": WHOLE, "b": WHOLE}, []),
+    "one file": ({"a": b"", "model": WHOLE}, []),
+    "one truncated file": ({"a": b"", "model": WHOLE[:-1]}, ["model.safetensors: the tensors end at"]),
+    "MCA": ({"a": b"", "mca_config.json": b"{}"}, []),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("where", ["model", "reference"])
+@pytest.mark.parametrize("kind", ["dpo", "kto"])
+def test_weights_are_complete_before_the_ranks_start(kind, where, name, run, tmp_path):
+    files, reported = FILES[name]
+    folder = tmp_path / "model"
+    if where == "reference":
+        folder = tmp_path / "reference_model"
+        folder.mkdir()
+        (folder / "config.json").write_text((tmp_path / "model" / "config.json").read_text())
+    for file, content in files.items():
+        (folder / (file if "." in file else f"{file}.safetensors")).write_bytes(content)
     names = {"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}
-    (model / "model.safetensors.index.json").write_text(json.dumps(names))
-    if single:  # is read instead of the shards
-        (model / "model.safetensors").touch()
-    settings = make_settings(TASKS["sft"], values, where)
-    found = list(weights_problems(settings.data))
+    (folder / "model.safetensors.index.json").write_text(json.dumps(names))
+    key = {} if where == "model" else {"reference_model_name_or_path": str(folder)}
+    settings = make_settings(TASKS[kind], *load_values(Path(run(**key)), []))
+    found = list(weights_problems(TASKS[kind], settings))
     assert len(found) == len(reported) and all(map(str.__contains__, found, reported))
+    beginning = str(folder) if where == "model" else f"reference_model_name_or_path: {folder}"
+    assert all(problem.startswith(beginning) for problem in found)
     # a model of the Hub is checked before its download, which completes an interrupted one
-    assert rules.check(TASKS["sft"], settings).missing == ()
+    if name != "MCA":
+        assert rules.check(TASKS[kind], settings).missing == ()
 
 
 LABELED = [{"prompt": "a", "completion": "b", "label": True}] * 3

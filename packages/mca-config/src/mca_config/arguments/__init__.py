@@ -5,8 +5,11 @@ Those of training are imported on first use: a conversion starts without them.
 
 from typing import TYPE_CHECKING
 
-from mca_config.arguments.distributing import DistributingParallelArguments
-from mca_config.arguments.options import transformer_engine_options, transformer_engine_problems
+from mca_config.arguments.distributing import (
+    DistributingParallelArguments,
+    transformer_engine_options,
+    transformer_engine_problems,
+)
 from mca_config.lazy_names import make_lazy_getattr
 
 if TYPE_CHECKING:

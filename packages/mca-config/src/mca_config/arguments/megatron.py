@@ -7,8 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from mca_config.arguments.distributing import DistributingParallelArguments
-from mca_config.arguments.options import DistributingOptions, coerce_options, option, switch
+from mca_config.arguments.distributing import (
+    DistributingOptions,
+    DistributingParallelArguments,
+    coerce_options,
+    option,
+    switch,
+)
 from mca_config.types import JsonObject
 
 

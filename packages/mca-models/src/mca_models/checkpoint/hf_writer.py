@@ -13,8 +13,7 @@ from mca_config.model_config import McaModelConfig
 from mca_config.types import JsonObject
 from mca_models.checkpoint.hf_directory import CONFIG, INDEX, SINGLE
 from mca_models.checkpoint.placement import stored_params
-from mca_models.quantization import fp8_write
-from mca_models.quantization.fp8_read import SCALE_SUFFIX
+from mca_models.quantization.fp8 import CODE, SCALE_CODE, SCALE_SUFFIX, fp8_quantization_config, scale_shape
 from mca_models.quantization.hf_tensors import is_linear
 from mca_models.storage.atomic import write_file
 from mca_models.storage.byte_ranges import Shape
@@ -80,12 +79,12 @@ class HfTensors:
         experts = self.config.num_experts
         for name, shape in zip(param.hf_names(), param_part_shapes(param, whole, HF), strict=True):
             full = (experts, *shape) if param.stacked else shape
-            spec = (fp8_write.CODE if name in self._linears else dtype, full)
+            spec = (CODE if name in self._linears else dtype, full)
             if self.tensors.setdefault(name, spec) != spec:
                 raise McaError(f"{name}: parameters disagree about its type or shape")
             if name in self._linears:
                 self.scales[name] = name + SCALE_SUFFIX
-                self.tensors[name + SCALE_SUFFIX] = (fp8_write.SCALE_CODE, fp8_write.scale_shape(full))
+                self.tensors[name + SCALE_SUFFIX] = (SCALE_CODE, scale_shape(full))
 
     def written_as(self, name: str) -> tuple[str, ...]:
         """Return ``name`` and every tensor that is written as a copy of it: a tied model's head."""
@@ -131,7 +130,7 @@ class HfLayout(HfTensors):
             and name not in self._linears
             and param.stage is not Stage.FIRST
         }
-        return {"quantization_config": fp8_write.fp8_quantization_config(list(left_out))}
+        return {"quantization_config": fp8_quantization_config(list(left_out))}
 
     def _shards(self, limit: int) -> dict[str, list[str]]:
         shards: list[list[str]] = [[]]

@@ -16,7 +16,6 @@ from mca_models.lora.convert import (
     cast_adapter,
     convert_adapter,
     load_adapter_rules,
-    load_model_config,
     open_adapter,
 )
 from mca_models.lora.mca_directory import (
@@ -44,7 +43,6 @@ __all__ = [
     "convert_adapter",
     "is_mca_adapter",
     "load_adapter_rules",
-    "load_model_config",
     "open_adapter",
     "open_mca_adapter",
     "open_peft",

@@ -12,8 +12,6 @@ from typing import Literal
 from mca_config.errors import McaError, raise_problems
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig
-from mca_models.checkpoint.hf_directory import named_config_errors, read_config
-from mca_models.checkpoint.mca_directory import is_mca, load_config
 from mca_models.lora.adapter import Adapter
 from mca_models.lora.config import AdapterConfig
 from mca_models.lora.mca_directory import (
@@ -27,7 +25,6 @@ from mca_models.lora.peft_directory import open_peft, stored_tensors, write_peft
 from mca_models.lora.rules import AdapterRules, rules_from_names
 from mca_models.storage.dtypes import numpy_dtype
 from mca_models.storage.values import cast_into, counts_in, named_counts
-from mca_models.templates import config_from_hf
 from mca_models.templates.shapes import full_shape
 from mca_models.weights import Param
 from mca_models.weights.arrays import Array
@@ -36,14 +33,6 @@ logger = logging.getLogger(__name__)
 
 AdapterKind = Literal["mca", "hf"]
 _SAME_MODEL = ("model_type", "num_layers", "hidden_size", "num_attention_heads", "num_moe_experts")
-
-
-def load_model_config(path: Path) -> McaModelConfig:
-    """Load the model of a HF or MCA checkpoint directory; only its configuration need be there."""
-    if is_mca(path):
-        return load_config(path)
-    with named_config_errors(path):
-        return config_from_hf(read_config(path))
 
 
 def open_adapter(path: Path, model: McaModelConfig | None = None) -> Adapter:
@@ -130,7 +119,7 @@ def convert_adapter(
     Args:
         source: A PEFT or an MCA adapter directory.
         destination: The new directory; absent or empty before.
-        model: The base model (``load_model_config``); needed for a PEFT source.
+        model: The base model (``checkpoint_kinds.load_model_config``); needed for a PEFT source.
         to: ``mca`` or ``hf`` (PEFT); None: the other kind than the source.
         layout: The parallel sizes of an MCA target; None: those of an MCA source, else 1.
         cast: Safetensors code (``BF16``, ``F16``, ``F32``) to cast the tensors to.

@@ -20,7 +20,7 @@ from mca_models.megatron import platform
 from mca_models.megatron.distributed import parallel
 from mca_models.megatron.distributed.collectives import run_on_first_rank_unwrapped
 from mca_models.megatron.factory import fill
-from mca_models.megatron.factory.execution import DTYPES
+from mca_models.megatron.factory.transformer_config import DTYPES
 from mca_models.megatron.factory.vocabulary import plan_growth, require_growth
 from mca_models.megatron.names import Implementation, LocalParam
 from mca_models.megatron.types import Upstream

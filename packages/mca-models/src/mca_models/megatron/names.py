@@ -3,7 +3,6 @@
 Live names are generated from the rules of the family; none is parsed.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -72,17 +71,8 @@ def chunk_params(
     naming: NamingScheme,
 ) -> list[LocalParam]:
     """Return the parameters of ``chunk`` on the rank at ``coordinates``, in checkpoint order."""
-    return list(_local_params(config, chunk, layout, coordinates, naming))
-
-
-def _local_params(
-    config: McaModelConfig,
-    chunk: PipelineChunk,
-    layout: ParallelLayout,
-    coordinates: Coordinates,
-    naming: NamingScheme,
-) -> Iterator[LocalParam]:
     experts = local_experts(config, layout, coordinates.ep)
+    found = []
     for param in get_family(config.model_type).params(config):
         copied = param.stage is Stage.FIRST and not chunk.has_embedding and bool(chunk.mtp_layers)
         if not (copied or is_in_chunk(param, config, chunk)):
@@ -92,4 +82,5 @@ def _local_params(
         if param.alias_of is not None and chunk.has_embedding:
             continue  # the output layer uses the embedding's own tensor
         name = live_name(param, naming.live(param.mca), chunk, experts)
-        yield LocalParam(name, param, copy=copied or param.alias_of is not None)
+        found.append(LocalParam(name, param, copy=copied or param.alias_of is not None))
+    return found

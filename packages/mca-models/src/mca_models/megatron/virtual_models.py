@@ -19,11 +19,10 @@ from mca_config.model_config import DtypeName, McaModelConfig
 from mca_models.lora import AdapterConfig
 from mca_models.megatron.distributed import parallel
 from mca_models.megatron.distributed.collectives import require_same_arguments
-from mca_models.megatron.factory.chunks import build_chunk, live_tensors
+from mca_models.megatron.factory.chunks import build_chunk, live_tensors, set_parameter_attributes
 from mca_models.megatron.factory.transformer_config import choose_implementation, transformer_config
 from mca_models.megatron.features.media import image_problems
 from mca_models.megatron.forward import GivenMedia, model_logits
-from mca_models.megatron.layers.parameter_attributes import set_parameter_attributes
 from mca_models.megatron.log_probs.forward import Batch, LogProbs, RoutedLogProbs, model_log_probs
 from mca_models.megatron.log_probs.vocabulary import TokenValues
 from mca_models.megatron.names import Implementation, LocalParam, NamingScheme, chunk_params

@@ -1,6 +1,6 @@
 """Quantised Hugging Face checkpoints: their ``quantization_config``, and which tensors belong together.
 
-`fp8_read` and `mxfp4_read` dequantise; `fp8_write` quantises.
+`fp8` and `mxfp4` dequantise; `fp8` quantises too.
 """
 
 import re
@@ -9,8 +9,8 @@ from math import prod
 
 from mca_config.errors import HfConfigError, McaError
 from mca_config.types import JsonObject, Typed, Values
-from mca_models.quantization.fp8_read import FP8, SCALE_SUFFIX, Fp8Tensor, fp8_tensor
-from mca_models.quantization.mxfp4_read import BLOCKS, GROUP, SCALES, Mxfp4Tensor, mxfp4_tensor
+from mca_models.quantization.fp8 import FP8, SCALE_SUFFIX, Fp8Tensor, fp8_tensor
+from mca_models.quantization.mxfp4 import BLOCKS, GROUP, SCALES, Mxfp4Tensor, mxfp4_tensor
 from mca_models.storage.byte_ranges import Shape
 from mca_models.storage.dtypes import ITEM_SIZES
 from mca_models.storage.safetensors import TensorInfo

@@ -1,8 +1,9 @@
-"""GPT-2 and its heirs before Llama: GPT-J, GPT-NeoX, OPT, BLOOM, Persimmon, StarCoder."""
+"""GPT-2 and its heirs before Llama: GPT-J, GPT-NeoX, OPT, BLOOM, Falcon, Persimmon, StarCoder."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
+from mca_config.errors import HfConfigError
 from mca_config.model_config import McaModelConfig
 from mca_config.types import FamilyConfig, JsonObject, Values
 from mca_models.templates.config_table import (
@@ -33,23 +34,103 @@ from mca_models.templates.parts.common import (
     renamed,
     with_norm_biases,
 )
-from mca_models.templates.parts.legacy import (
-    BARE,
-    FALCON_OUTER,
-    FUSED_FIELDS,
-    GPT_DROPOUTS,
-    GPT_OUTER,
-    equal_heads,
-    fused_params,
-    gpt2_around,
-    gpt2_heads,
-    gpt2_layer_rules,
-    gpt_masks,
-    token_head,
-    write_gpt2_heads,
-)
 from mca_models.templates.shapes import Shape
 from mca_models.weights import Param, Stage, Transposed, expand_rules
+
+FALCON_OUTER = {
+    "model.layers.{layer}.self_attn": "transformer.h.{layer}.self_attention",
+    "model.layers": "transformer.h",
+    "model.embed_tokens": "transformer.word_embeddings",
+    "model.final_layernorm": "transformer.ln_f",
+}
+
+
+def token_head(config: McaModelConfig) -> dict[str, str]:
+    """Rename the token-classification head."""
+    return {"score.": "classifier."} if config.head.head_kind == "token_classification" else {}
+
+
+GPT2_INNER = {
+    **{"self_attn.qkv_proj": "attn.c_attn", "self_attn.o_proj": "attn.c_proj", "input_layernorm": "ln_1"},
+    **{"post_attention_layernorm": "ln_2", "up_proj": "c_fc", "down_proj": "c_proj"},
+}
+
+
+BARE = "hf_without_prefix"
+"""The fact in ``extra`` that names begin with the parts of the model, as in the first published files."""
+
+
+def gpt2_heads(hf: HfConfig) -> JsonObject:
+    """Sizes of a head."""
+    return {"num_query_groups": hf["n_head"], "kv_channels": hf["n_embd"] // hf["n_head"]}
+
+
+def write_gpt2_heads(values: Values) -> HfConfig:
+    """Write the HF keys."""
+    return {"activation_function": values["hidden_act"]}
+
+
+def gpt2_layer_rules(config: McaModelConfig, projections: Sequence[Param]) -> list[Param]:
+    """The rules of one layer under this family's names."""
+    return renamed([*attention(config, projections), *dense_mlp(config)], GPT2_INNER)
+
+
+def gpt2_around(config: McaModelConfig, rules: Sequence[Param]) -> list[Param]:
+    """Every parameter of the model whose layers have ``rules``, in checkpoint order."""
+    table = renamed([positions()], {"model.embed_positions": "transformer.wpe"})
+    layers = expand_rules(rules, layers=range(config.num_layers))
+    return renamed([embedding(), *table, *layers, *head(config)], GPT_OUTER | token_head(config))
+
+
+GPT_OUTER = {
+    **{"model.embed_tokens": "transformer.wte", "model.norm": "transformer.ln_f"},
+    "model.layers": "transformer.h",
+}
+
+
+GPT_DROPOUTS = {"hidden_dropout": "resid_pdrop", "attention_dropout": "attn_pdrop"}
+
+
+def gpt_masks(attention: str, config: FamilyConfig) -> frozenset[str]:
+    """Masks that old files hold in each layer's ``attention``."""
+    kinds = ("bias", "masked_bias")
+    return frozenset(
+        f"{attention.format(layer=layer)}.{kind}" for layer in range(config.num_layers) for kind in kinds
+    )
+
+
+FUSED_NAMES = {
+    **{"o_proj": "dense", "q_norm": "q_layernorm", "k_norm": "k_layernorm"},
+    **{"up_proj": "dense_h_to_4h", "down_proj": "dense_4h_to_h", "model.norm": "model.final_layernorm"},
+}
+
+
+FUSED_FIELDS = tuple(
+    field
+    for field in norm_epsilon(dense_fields(eps=1e-5), "layer_norm_eps")
+    if field.mca not in ("num_query_groups", "kv_channels")
+)
+
+
+def equal_heads(hf: HfConfig) -> JsonObject:
+    """Return the head sizes: multi-head attention with equal shares of the hidden size."""
+    count = hf["num_attention_heads"]
+    share = hf["hidden_size"] // count
+    if hf.get("head_dim") not in (None, share):
+        raise HfConfigError(
+            f"config.json: 'head_dim' is {hf['head_dim']!r:.80}; the heads of this family divide the hidden size, "
+            f"so that it must be {share}"
+        )
+    return {"num_query_groups": count, "kv_channels": share}
+
+
+def fused_params(config: McaModelConfig) -> list[Param]:
+    """Every parameter of the model, in checkpoint order."""
+    rules = [*attention(config, grouped_qkv(config, "query_key_value")), *dense_mlp(config)]
+    return renamed(
+        [embedding(), *expand_rules(rules, layers=range(config.num_layers)), *head(config)], FUSED_NAMES
+    )
+
 
 # GPT-J: HF `GPTJForCausalLM`: parallel attention and MLP after one LayerNorm, biases in the MLP only.
 INNER = {
@@ -413,4 +494,86 @@ BLOOM = Family(
     module_names={BARE: False},
 )
 
-FAMILIES = by_type(GPTJ, GPT2, GPT_BIGCODE, GPT_NEOX, PERSIMMON, STARCODER2, OPT, BLOOM)
+
+# Falcon with RoPE: HF `FalconForCausalLM`: parallel attention and MLP after one or two LayerNorms.
+_FALCON_NORMS = {"input_layernorm": "ln_attn", "post_attention_layernorm": "ln_mlp"}
+
+
+def _falcon_derive(hf: HfConfig) -> JsonObject:
+    """Derive the parallel block, the norms, and the number of query groups."""
+    heads, new = hf["num_attention_heads"], hf.get("new_decoder_architecture", False)
+    two = (hf.get("num_ln_in_parallel_attn") or (2 if new else 1)) == 2
+    block = ("two_norms" if two else "one_norm") if hf.get("parallel_attn", True) else "none"
+    if new and block == "none":
+        raise HfConfigError(
+            "config.json: 'parallel_attn' is false; supported with new_decoder_architecture: true (transformers fails)"
+        )
+    if block == "two_norms" and not new:
+        raise HfConfigError(
+            "config.json: 'num_ln_in_parallel_attn' is 2; supported without new_decoder_architecture: 1 (transformers "
+            "fails)"
+        )
+    behind, drops = hf.get("hidden_dropout", 0.0), hf.get("attention_dropout", 0.0)
+    if block == "none" and behind != drops:
+        raise HfConfigError(
+            f"config.json: 'attention_dropout' is {drops} and 'hidden_dropout' {behind}; supported without "
+            "parallel_attn: the same (transformers drops behind attention with the former)"
+        )
+    if block != "none" and behind:
+        raise HfConfigError(
+            f"config.json: 'hidden_dropout' is {behind}; supported with parallel_attn: 0 (transformers drops the sum "
+            "of attention and MLP)"
+        )
+    groups = 1 if hf.get("multi_query", True) and not new else hf.get("num_kv_heads") or heads
+    return {
+        "parallel_block": block,
+        "num_query_groups": groups,
+        "kv_channels": hf["hidden_size"] // heads,
+        "attention_dropout": 0.0,  # with RoPE, transformers drops no weights of attention
+    }
+
+
+def _falcon_write(values: Values) -> HfConfig:
+    groups, apart = values["num_query_groups"], values["parallel_block"] == "none"
+    new = not apart and (groups > 1 or values["parallel_block"] == "two_norms")
+    norms = 2 if values["parallel_block"] == "two_norms" else 1
+    side = {"parallel_attn": not apart, "num_ln_in_parallel_attn": norms}
+    act = {"activation": values["hidden_act"], "alibi": False}
+    heads = {"num_kv_heads": groups, **({} if new else {"multi_query": groups == 1})}
+    drops = {"attention_dropout": values["hidden_dropout"]}
+    return {**side, **act, **drops, **heads, "new_decoder_architecture": new}
+
+
+_FALCON_OTHERS = ("pad_token_id", "num_query_groups", "kv_channels", "ffn_hidden_size")
+
+
+def _falcon_params(config: McaModelConfig) -> list[Param]:
+    rules = renamed(fused_params(config), FALCON_OUTER | token_head(config))
+    return renamed(rules, _FALCON_NORMS) if config.block.parallel_block == "two_norms" else rules
+
+
+FALCON = Family(
+    model_type="falcon",
+    architecture="FalconForCausalLM",
+    config=ConfigTable(
+        fields=(
+            *(
+                field
+                for field in norm_epsilon(dense_fields(tied=True, eps=1e-5), "layer_norm_epsilon")
+                if field.mca not in _FALCON_OTHERS
+            ),
+            Field("ffn_hidden_size", "ffn_hidden_size", lambda hf: 4 * hf["hidden_size"]),
+            Field("add_bias_linear", "bias", False),
+            Field("hidden_act", "activation", "gelu"),
+            Field("hidden_dropout", "hidden_dropout", 0.0),
+        ),
+        defaults={"max_position_embeddings": 2048},
+        constants={"normalization": "LayerNorm", "gated_linear_unit": False},
+        fixed=(Fixed("alibi", (False,), "only rotary positions are built here"),),
+        facts=(Lens(_falcon_derive, _falcon_write),),
+    ),
+    params=_falcon_params,
+    fp8_unsupported="its linears are not nn.Linear",
+)
+
+FAMILIES = by_type(GPTJ, GPT2, GPT_BIGCODE, GPT_NEOX, PERSIMMON, STARCODER2, OPT, BLOOM, FALCON)

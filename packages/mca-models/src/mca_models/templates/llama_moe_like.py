@@ -32,7 +32,6 @@ from mca_models.templates.parts.moe import (
     fuse_shared_experts,
     moe_params,
     require_sigmoid_routing,
-    shared_experts_lens,
     sigmoid_experts,
     write_aux_loss,
     write_groups,
@@ -107,6 +106,10 @@ _ARIA_FILES = {
 }
 
 
+def _aria_derive(hf: HfConfig) -> JsonObject:
+    return fuse_shared_experts(hf, "moe_num_shared_experts", 2, "intermediate_size")
+
+
 def _aria_params(config: McaModelConfig) -> list[Param]:
     stacked = replace(config, extra={**config.extra, "fused_experts": True, TRANSPOSED: True})
     rules = moe_params(stacked, MoeNames(router="mlp.router.weight"))
@@ -125,7 +128,7 @@ ARIA = Family(
         ),
         defaults={"pad_token_id": 2},
         fixed=SWIGLU_WITHOUT_BIASES,
-        facts=(shared_experts_lens("moe_num_shared_experts", 2, "intermediate_size"),),
+        facts=(Lens(_aria_derive, lambda values: write_shared_experts(values, "moe_num_shared_experts")),),
     ),
     params=_aria_params,
     detect_extra=detect_stacked_experts,

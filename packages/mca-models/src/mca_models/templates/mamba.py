@@ -1,7 +1,8 @@
-"""State space models: Mamba and Falcon Mamba, Mamba 2, and next to attention Bamba and Jamba."""
+"""State space models: Mamba and Falcon Mamba, Mamba 2, and with attention Bamba, Falcon H1 and Jamba."""
 
 import math
 from dataclasses import replace
+from math import isfinite
 
 from mca_config.errors import HfConfigError
 from mca_config.model_config import McaModelConfig
@@ -21,7 +22,7 @@ from mca_models.templates.config_table import (
     read_rope,
 )
 from mca_models.templates.family import Family, by_type
-from mca_models.templates.parts.common import dense_mlp, embedding, head, renamed
+from mca_models.templates.parts.common import attention, dense_mlp, embedding, head, renamed
 from mca_models.templates.parts.mamba import (
     BAMBA,
     FEED_FORWARD,
@@ -31,6 +32,7 @@ from mca_models.templates.parts.mamba import (
     fields,
     least_step,
     mamba,
+    mamba_mixer,
     mixed_layers,
     require_groups,
     write_bamba,
@@ -271,4 +273,100 @@ JAMBA = Family(
     unadaptable=frozenset({"dt_proj"}),
 )
 
-FAMILIES = by_type(MAMBA, FALCON_MAMBA, MAMBA2, BAMBA_FAMILY, JAMBA)
+
+# Falcon H1: HF `FalconH1ForCausalLM`: attention and Mamba 2 in parallel in every layer, with multipliers.
+def _factors(hf: HfConfig, key: str, count: int) -> tuple[float, ...]:
+    """The ``count`` numbers at ``key``."""
+    found = hf.get(key) or [1.0] * count
+    is_list = isinstance(found, list | tuple) and len(found) == count
+    if not is_list or not all(isinstance(x, int | float) and isfinite(x) for x in found):
+        raise HfConfigError(f"config.json: '{key}' is {found!r:.80}; supported: {count} numbers")
+    return tuple(float(x) for x in found)
+
+
+def _factor(hf: HfConfig, key: str) -> float:
+    """The number at ``key``."""
+    found = hf.get(key, 1.0)
+    if not isinstance(found, int | float) or not isfinite(found):
+        raise HfConfigError(f"config.json: '{key}' is {found!r:.80}; supported: a number")
+    return float(found)
+
+
+def _h1_derive(hf: HfConfig) -> JsonObject:
+    """Factors, as far as there are some, and what is normalized of states.
+
+    Queries, keys and values are linear in what goes into attention: its _factor, and that on keys, are one on scores.
+    """
+    of_mlp = _factors(hf, "mlp_multipliers", 2)
+    before, after = _factor(hf, "ssm_in_multiplier"), _factor(hf, "ssm_out_multiplier")
+    of_states = (*(before * x for x in _factors(hf, "ssm_multipliers", 5)), after)
+    into, key = _factor(hf, "attention_in_multiplier"), _factor(hf, "key_multiplier")
+    of_logits = _factor(hf, "lm_head_multiplier")
+    if of_logits <= 0:
+        raise HfConfigError(f"config.json: 'lm_head_multiplier' is {of_logits}; supported: a number above 0")
+    normal = "before_gate" if hf.get("mamba_norm_before_gate", True) else "gated"
+    width = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
+    scale = into**2 * key
+    return {
+        **derive_bamba(hf, hf["mamba_d_ssm"]),
+        "mamba_norm": normal if hf.get("mamba_rms_norm", False) else "none",
+        "mamba_multipliers": None if set(of_states) == {1.0} else of_states,
+        "mlp_multipliers": None if set(of_mlp) == {1.0} else of_mlp,
+        "attention_out_multiplier": into * _factor(hf, "attention_out_multiplier"),
+        "softmax_scale": None if scale == 1.0 else scale * width**-0.5,
+        "logits_scaling": 1 / of_logits,
+    }
+
+
+def _h1_write(values: Values) -> HfConfig:
+    *of_states, after = values["mamba_multipliers"] or (1.0,) * 6
+    scale = (
+        1.0 if values["softmax_scale"] is None else values["softmax_scale"] / values["kv_channels"] ** -0.5
+    )
+    return {
+        **write_bamba(values),
+        "mamba_d_ssm": (values["mamba_num_heads"] or 0) * (values["mamba_head_dim"] or 0),
+        **{"attention_in_multiplier": 1.0, "ssm_in_multiplier": 1.0},  # parts of the others
+        "mamba_rms_norm": values["mamba_norm"] != "none",
+        "mamba_norm_before_gate": values["mamba_norm"] != "gated",
+        **{"ssm_multipliers": of_states, "ssm_out_multiplier": after},
+        "mlp_multipliers": list(values["mlp_multipliers"] or (1.0, 1.0)),
+        "attention_out_multiplier": values["attention_out_multiplier"],
+        "key_multiplier": scale,
+        "lm_head_multiplier": 1 / values["logits_scaling"],
+    }
+
+
+def _h1_params(config: McaModelConfig) -> list[Param]:
+    layer_config = [*attention(config), *mamba_mixer(config, "self_attention.mamba."), *dense_mlp(config)]
+    return renamed(
+        [embedding(), *expand_rules(layer_config, layers=range(config.num_layers)), *head(config)],
+        FEED_FORWARD,
+    )
+
+
+FALCON_H1 = Family(
+    model_type="falcon_h1",
+    architecture="FalconH1ForCausalLM",
+    config=ConfigTable(
+        fields=(
+            *dense_fields(eps=1e-5),
+            *bamba_fields(),
+            Field("embedding_multiplier", "embedding_multiplier", 1.0),
+        ),
+        defaults={**BAMBA, "mamba_d_ssm": 1024, "num_key_value_heads": 8, "pad_token_id": 0},
+        constants={"mamba_parallel_attention": True},
+        fixed=(
+            SILU,
+            NO_ATTENTION_BIAS,
+            NO_MLP_BIAS,
+            PLAIN_STEPS,
+            Fixed("projectors_bias", (False,), "output projections of state space layers have no biases"),
+        ),
+        facts=(Lens(_h1_derive, _h1_write),),
+    ),
+    params=_h1_params,
+    unadaptable=frozenset({"out_proj"}),
+)
+
+FAMILIES = by_type(MAMBA, FALCON_MAMBA, MAMBA2, BAMBA_FAMILY, JAMBA, FALCON_H1)

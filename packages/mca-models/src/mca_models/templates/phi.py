@@ -29,16 +29,20 @@ from mca_models.templates.parts.common import (
     head,
     renamed,
 )
-from mca_models.templates.parts.legacy import PHI_NAMES
 from mca_models.templates.parts.moe import aux_loss, expert_fields, moe_params, write_aux_loss
 from mca_models.templates.parts.names import BLOCK_SPARSE
 from mca_models.templates.parts.rope import long_rope
 from mca_models.weights import Param, expand_rules
 
-
 # Phi 1, 1.5, 2: HF `PhiForCausalLM`: parallel attention and MLP after one LayerNorm, biases everywhere.
+_PHI_NAMES = {
+    **{"o_proj": "dense", "q_norm": "q_layernorm", "k_norm": "k_layernorm"},
+    **{"up_proj": "fc1", "down_proj": "fc2", "model.norm": "model.final_layernorm"},
+}
+
+
 def _phi_params(config: McaModelConfig) -> list[Param]:
-    return renamed(dense_layers(config), PHI_NAMES)
+    return renamed(dense_layers(config), _PHI_NAMES)
 
 
 PHI = Family(

@@ -19,7 +19,7 @@ from mca_config.types import JsonObject
 from mca_models.checkpoint_kinds import open_checkpoint
 from mca_models.megatron.auto import AutoModel
 from mca_models.megatron.factory import fill
-from mca_models.megatron.factory.execution import DTYPES
+from mca_models.megatron.factory.transformer_config import DTYPES
 from mca_models.megatron.virtual_models import VirtualModels
 from mca_models.templates import config_from_hf
 from mca_train.clients.external_loop import require_plain_loop, save_among

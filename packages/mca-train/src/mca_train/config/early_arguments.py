@@ -174,12 +174,10 @@ def schedule_key_problems(args: HfArguments) -> Iterator[str]:
     if not isinstance(settings, dict):
         yield f'lr_scheduler_kwargs is {settings!r}; expected a mapping, such as {{"num_cycles": 2}}'
         return
-    member = schedule.name if isinstance(schedule, Enum) else schedule.upper()
-    known = schedule_parameters().get(member)
-    if (by_metric := metric_schedules().get(member)) is not None:
-        known = tuple(each for each in inspect.signature(by_metric).parameters if each not in _FROM_THE_RUN)
-    unknown = [name for name in settings if known is not None and name not in known]
-    if known is not None and unknown:
+    if (function := _schedule_function(schedule)) is None:
+        return
+    known = [each for each in inspect.signature(function).parameters if each not in _FROM_THE_RUN]
+    if unknown := [name for name in settings if name not in known]:
         advice = f"expected some of {', '.join(sorted(known))}" if known else "remove lr_scheduler_kwargs"
         name = getattr(schedule, "value", schedule)
         yield f"lr_scheduler_kwargs: lr_scheduler_type {name} has no {', '.join(unknown)}; {advice}"
@@ -253,9 +251,7 @@ def schedule_value_problems(args: HfArguments) -> Iterator[str]:
     settings, schedule = args.lr_scheduler_kwargs or {}, args.lr_scheduler_type
     if not isinstance(settings, dict):
         return
-    member = schedule.name if isinstance(schedule, Enum) else schedule.upper()
-    function = (metric_schedules() | _schedule_functions()).get(member)
-    if function is None:
+    if (function := _schedule_function(schedule)) is None:
         return
     steps, base, warmup = checked_steps(args), float(args.learning_rate), args.warmup_steps
     warmup = int(warmup) if warmup >= 1 else math.ceil(steps * warmup)
@@ -293,17 +289,36 @@ def _schedule_rate(
     return function
 
 
+def _schedule_function(schedule: Enum | str) -> Callable[..., object] | None:
+    """Return the function of a schedule that takes settings, or its class if it follows a metric."""
+    member = schedule.name if isinstance(schedule, Enum) else schedule.upper()
+    return (metric_schedules() | schedule_functions()).get(member)
+
+
 @cache
-def _schedule_functions() -> dict[str, Callable[..., object]]:
-    """Return the functions of `schedule_parameters`, from the source; they return the function of the rates."""
-    nodes, known = _schedule_nodes()
-    if not known:
+def schedule_functions() -> dict[str, Callable[..., object]]:
+    """Return the function of each schedule that takes settings, from the source; it returns the function of rates."""
+    nodes = ast.parse(_source("optimization.py")).body
+    functions = {node.name: node for node in nodes if isinstance(node, ast.FunctionDef)}
+    tables = (
+        node.value
+        for node in nodes
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "TYPE_TO_SCHEDULER_FUNCTION"
+    )
+    table = next(tables, None)
+    if not isinstance(table, ast.Dict):
         return {}
-    functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
-    names = {"math": math, "partial": partial, "warnings": warnings, "LambdaLR": _schedule_rate}
-    found = _executed(functions, "optimization.py", names)
-    defined = {schedule: found.get(node.name) for schedule, node in known.items()}
-    return {schedule: function for schedule, function in defined.items() if callable(function)}
+    names: dict[str, object] = {"math": math, "partial": partial, "warnings": warnings}
+    names["LambdaLR"] = _schedule_rate
+    executed = _executed(functions.values(), "optimization.py", names)
+    found: dict[str, Callable[..., object]] = {}
+    for schedule, value in zip(table.keys, table.values, strict=True):
+        name = "" if schedule is None else ast.unparse(schedule).removeprefix("SchedulerType.")
+        node, function = functions.get(ast.unparse(value)), executed.get(ast.unparse(value))
+        takes_settings = node is not None and node.args.kwarg is None and name not in _WITHOUT_SETTINGS
+        if takes_settings and callable(function):
+            found[name] = function
+    return found
 
 
 def _executed(nodes: Iterable[ast.stmt], file: str, names: dict[str, object]) -> dict[str, object]:
@@ -335,38 +350,6 @@ def metric_schedules() -> dict[str, type]:
         if isinstance(kind := _executed(nodes, file, names).get(name), type):
             found[schedule] = kind
     return found
-
-
-@cache
-def schedule_parameters() -> dict[str, tuple[str, ...]]:
-    """Return the parameters of each schedule, by the name of its member of ``SchedulerType``."""
-    found = {}
-    for schedule, function in _schedule_nodes()[1].items():
-        names = (each.arg for each in (*function.args.args, *function.args.kwonlyargs))
-        found[schedule] = tuple(each for each in names if each not in _FROM_THE_RUN)
-    return found
-
-
-@cache
-def _schedule_nodes() -> tuple[list[ast.stmt], dict[str, ast.FunctionDef]]:
-    """Return the statements of the source, and the function of each schedule that takes settings."""
-    nodes = ast.parse(_source("optimization.py")).body
-    functions = {node.name: node for node in nodes if isinstance(node, ast.FunctionDef)}
-    tables = (
-        node.value
-        for node in nodes
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "TYPE_TO_SCHEDULER_FUNCTION"
-    )
-    table = next(tables, None)
-    if not isinstance(table, ast.Dict):
-        return nodes, {}
-    found = {}
-    for schedule, function in zip(table.keys, table.values, strict=True):
-        name = "" if schedule is None else ast.unparse(schedule).removeprefix("SchedulerType.")
-        known = functions.get(ast.unparse(function))
-        if known is not None and known.args.kwarg is None and name not in _WITHOUT_SETTINGS:
-            found[name] = known
-    return nodes, found
 
 
 def _source(name: str, package: str = "transformers") -> str:

@@ -122,6 +122,11 @@ def samples_per_step(training: "TrainingArguments", layout: ParallelLayout, worl
     return samples * replicas
 
 
+def batch_unit(training: "TrainingArguments") -> str:
+    """Return the unit in which a global batch is counted: ``pack`` with sequence packing, else ``sample``."""
+    return "pack" if training.sequence_packing else "sample"
+
+
 def peft_task(config: McaModelConfig) -> str:
     """Return PEFT's task type of a model."""
     return _PEFT_TASKS[config.head.head_kind]

@@ -237,12 +237,10 @@ def _tokenize_texts(
 
 
 def _common_prefix(tokens: Sequence[int], others: Sequence[int]) -> int:
-    """Return the length of the common prefix."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(tokens, others, strict=False)))
 
 
 def _count_trailing(tokens: Sequence[int], eos: int) -> int:
-    """Return the number of trailing EOS tokens."""
     return sum(1 for _ in takewhile(lambda token: token == eos, reversed(tokens)))
 
 

@@ -195,7 +195,6 @@ def _kind_hint(names: Sequence[str]) -> str:
 
 
 def _describe_columns(names: Sequence[str], found: Sequence[Format] = ()) -> str:
-    """Describe the columns of rows."""
     return f"columns: {', '.join(names)}" + "".join(f"; format found: {each}" for each in found[:1])
 
 
@@ -339,7 +338,6 @@ def _alpaca_turns(row: Values) -> list[JsonObject]:
 
 
 def _sharegpt_turns(row: Values, column: str) -> list[JsonObject]:
-    """Return the turns of a ShareGPT row."""
     parsed = [*map(_to_openai_turn, _require_turns(row.get(column), column))]
     has_system = any(turn["role"] == "system" for turn in parsed[:1])  # takes precedence over the column
     return [_turn("system", row["system"]), *parsed] if row.get("system") and not has_system else parsed

@@ -29,9 +29,8 @@ from mca_train.data.image_placement import (
     require_equal_counts,
     typed_media,
 )
-from mca_train.data.image_processors import with_image_marks
 from mca_train.data.long_texts import TokenPrefix
-from mca_train.data.media_tokens import MediaTokens
+from mca_train.data.media_tokens import MediaTokens, with_image_marks
 from mca_train.data.medium_tokens import Grid
 from mca_train.data.message_parts import MEDIA, media_type
 from mca_train.data.placeholders import IMAGE_TAG, MediaTagCheck, media_fields, require_no_placeholders
@@ -278,7 +277,6 @@ class ImageRows:
         return ({**plain, **found} if any(files) else plain), files
 
     def _column_files(self, row: Values, medium: str) -> list[object]:
-        """Return the media of the row's column."""
         found = {name: some for name in self._columns[medium] if (some := as_media_list(row.get(name)))}
         if len(found) > 1:
             raise McaError(
@@ -299,7 +297,6 @@ class ImageRows:
 
     @property
     def _sequence_columns(self) -> tuple[tuple[str, ...], ...]:
-        """Columns of each sequence."""
         own = self.arguments
         if isinstance(own, PairArguments):
             return (own.prompt_column, own.chosen_column), (own.prompt_column, own.rejected_column)

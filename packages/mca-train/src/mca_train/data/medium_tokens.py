@@ -1,6 +1,6 @@
 """Tokens of one medium of a model: its grid, and what images, videos and audio clips have in common.
 
-Kinds of image tokens are in `patch_grids` and `image_tiles`; `image_processors` chooses one for a model. `video_tokens`
+Kinds of image tokens are in `patch_grids` and `image_tiles`; `media_tokens` chooses one for a model. `video_tokens`
 and `audio_tokens` have the others, and `media_tokens` joins all media.
 """
 

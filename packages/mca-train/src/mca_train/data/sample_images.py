@@ -44,7 +44,7 @@ class ImageTable:
 
     Args:
         starts: Index of each sample's first image, and the total: ``[samples + 1]``.
-        grids: Numbers of the grids of all images, videos and clips, ``[images, 6]``.
+        grids: Numbers of the grids of all images, videos and clips, ``[images, 7]``.
         origins: Row of each image, and its index in the row, ``[images, 2]``.
     """
 

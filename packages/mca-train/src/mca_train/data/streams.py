@@ -155,7 +155,6 @@ def _file_stamp(file: str) -> tuple[int, int] | None:
 
 
 def _shuffle_buffer(rows: Iterable[Row], size: int, draw: np.random.Generator) -> Iterator[Row]:
-    """Shuffle ``rows`` through a buffer of ``size`` rows."""
     buffer: list[Row] = []
     for row in rows:
         if len(buffer) < size:

@@ -27,7 +27,6 @@ from mca_models.megatron.features.media_features import split_patches
 from mca_models.templates import get_family
 from mca_models.templates.parts.vision_tower import VideoTokenKind
 from mca_train.config.arguments import DataArguments
-from mca_train.data.image_processors import frame_title
 from mca_train.data.image_tiles import INTERNVL_MARKS, SliceTokens
 from mca_train.data.medium_tokens import (
     Grid,
@@ -114,7 +113,6 @@ class VideoTokens(MediumTokens):
         return Grid(rows, columns, frames, self._interval(facts, len(indices)), self._times(facts, indices))
 
     def _require_short(self, facts: VideoFacts) -> None:
-        """Raise an error for a video that is too long."""
         limit = self._arguments.video_max_seconds
         if limit is not None and facts.seconds > limit:
             raise McaError(
@@ -514,3 +512,8 @@ def positions_per_second(config: McaModelConfig) -> float | None:
     if part.video_rules is not None:
         return float(fields.get("position_id_per_seconds", part.tokens_per_second))
     return float(fields.get("vision_config", {}).get("tokens_per_second", part.tokens_per_second))
+
+
+def frame_title(number: int) -> str:
+    """Return InternVL's text before a frame of a video."""
+    return f"Frame{number}: "

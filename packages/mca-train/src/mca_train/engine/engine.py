@@ -15,7 +15,7 @@ from mca_config.errors import McaError
 from mca_config.types import JsonObject
 from mca_models.megatron import platform
 from mca_models.megatron.distributed import parallel
-from mca_models.megatron.features.mtp_media import widened_length
+from mca_models.megatron.features.mtp import widened_length
 from mca_models.megatron.features.router_replay import (
     replay_in_backward,
     require_replayed,
@@ -39,7 +39,6 @@ from mca_train.engine.offload import reload_main_params
 from mca_train.engine.optimizer import build_optimizer
 from mca_train.engine.rng import preserved_rng
 from mca_train.losses import moe_aux, mtp
-from mca_train.losses.moe_sequence_ids import pass_sequence_ids
 from mca_train.losses.token_loss import (
     ItemCount,
     LossFunction,
@@ -221,7 +220,7 @@ class Pipeline:
                 attention_mask=None,
                 labels=None if self._wants_logits else batch.labels,
                 loss_mask=batch.loss_mask,
-                padding_mask=pass_sequence_ids(batch, model),
+                padding_mask=moe_aux.pass_sequence_ids(batch, model),
                 packed_seq_params=_packed_params(batch, on_host.cu_seqlens),
                 **self._images(batch),
                 **({"sends_features": True} if sends_features else {}),
@@ -388,7 +387,6 @@ class Engine(Pipeline):
                 group["max_lr"], group["min_lr"] = args.learning_rate, args.min_lr
 
     def _requires_grad(self) -> list[bool]:
-        """Return ``requires_grad`` of every parameter."""
         return [param.requires_grad for chunk in self.chunks for param in chunk.parameters()]
 
     def _set_schedule_callbacks(self) -> None:
@@ -463,7 +461,6 @@ class Engine(Pipeline):
         return loss
 
     def _grad_buffers(self) -> list[Upstream]:
-        """Return Megatron's gradient buffers of all chunks."""
         return [
             buffer for chunk in self.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
         ]

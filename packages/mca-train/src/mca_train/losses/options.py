@@ -81,7 +81,8 @@ def kto_step_problems(samples: int) -> Iterator[str]:
 def kto_dataset_problems(samples: int) -> Iterator[str]:
     """Yield an error if a dataset has too few samples."""
     if samples < 2:
-        yield "kto needs the answers of other samples, but a dataset has only one; add more samples"
+        number = "only one" if samples else "none"
+        yield f"kto needs the answers of other samples, but a dataset has {number}; add more samples"
 
 
 def score_key_problems(training: "TrainingArguments") -> Iterator[str]:

@@ -205,7 +205,6 @@ def minimum_memory(
 
 
 def _stage_counts(plan_input: PlanInput, training: "TrainingArguments", grid: RankGrid) -> "list[_Counts]":
-    """Return the counts of each stage."""
     layout = grid.layout
     none = [Count()] * layout.pp
     adapter = plan_input.adapter.by_stage(layout) if plan_input.adapter else none
@@ -296,7 +295,6 @@ def _static_memory(training: "TrainingArguments", width: int, counts: _Counts) -
 
 
 def _gradient_bytes(training: "TrainingArguments", width: int) -> int:
-    """Bytes."""
     return HALF if width == HALF and training.accumulate_allreduce_grads_in_fp32 is False else SINGLE
 
 

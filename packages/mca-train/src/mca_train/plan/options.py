@@ -68,7 +68,6 @@ class PlanOptions:
             )
 
     def _check_media(self) -> None:
-        """Raise an error for a number of media that makes no sense."""
         counts = {"--images": self.images, "--videos": self.videos, "--clips": self.clips}
         for flag, count in counts.items():
             if count is not None and count < 0:

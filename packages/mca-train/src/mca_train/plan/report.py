@@ -7,6 +7,7 @@ from mca_config.layout import SIZE_FIELDS
 from mca_config.model_config import McaModelConfig
 from mca_config.printable import counted
 from mca_config.types import JsonObject
+from mca_train.config.model import batch_unit
 from mca_train.config.run_config import Settings
 from mca_train.plan.audio_memory import PlannedMedia
 from mca_train.plan.hardware import Device
@@ -23,14 +24,13 @@ def render(plan: Plan, settings: Settings, model: McaModelConfig, device: Device
     training, media = settings.training, plan.media or PlannedMedia()
     named_media = (("images", media.images), ("videos", media.videos), ("audio", media.clips))
     suffix = " (LoRA)" if settings.lora.is_enabled else ""
-    unit = "pack" if training.sequence_packing else "sample"
     lines = [
         f"model        {model.model_type}, {plan.total_parameters:,} parameters, {counted(model.num_layers, 'layer')}"
         + ("" if plan.trained_parameters is None else f"; {plan.trained_parameters:,} trained{suffix}"),
         f"ranks        {plan.world_size} = {plan.layout}, data parallel {plan.data_parallel_size}",
-        f"global batch {counted(plan.global_batch, unit)}, {plan.tokens_per_step:,} tokens = micro-batch "
-        f"{training.per_device_train_batch_size} x accumulated {training.gradient_accumulation_steps} x data "
-        f"parallel {plan.data_parallel_size}",
+        f"global batch {counted(plan.global_batch, batch_unit(training))}, {plan.tokens_per_step:,} tokens = "
+        f"micro-batch {training.per_device_train_batch_size} x accumulated {training.gradient_accumulation_steps} x "
+        f"data parallel {plan.data_parallel_size}",
         f"bubble       {plan.bubble:.1%} of a step",
         f"layers       {_LAYERS[plan.implementation]}"
         + (f", on {device.name}: {device.usable_gib:.1f} GiB usable" if device else ""),

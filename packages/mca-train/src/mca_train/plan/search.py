@@ -15,6 +15,7 @@ from mca_config.model_config import McaModelConfig
 from mca_config.printable import counted
 from mca_config.types import JsonObject
 from mca_models.templates.parts.moe import expert_sizes
+from mca_train.config.model import batch_unit
 from mca_train.plan.counts import optimizer_shards
 from mca_train.plan.hardware import Device, Hardware
 from mca_train.plan.memory import GIB, Plan, PlanInput, chunk_spec, minimum_memory, plan_layout
@@ -373,8 +374,8 @@ def explain_shortage(
     )
     if least is None:
         return (
-            f"no layout divides the model and {counted(batch, 'sample')} a step over {counted(gpus, 'device')}; change "
-            "gradient_accumulation_steps or --gpus"
+            f"no layout divides the model and a global batch of {counted(batch, batch_unit(training))} over "
+            f"{counted(gpus, 'device')}; change gradient_accumulation_steps or --gpus"
         )
 
     usable = hardware.device.usable_gib

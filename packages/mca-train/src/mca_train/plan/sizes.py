@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig, training_dtype
 from mca_models.megatron import platform
-from mca_models.megatron.factory.execution import waits_for_sends
+from mca_models.megatron.factory.limits import waits_for_sends
 from mca_models.megatron.features.features import active_features
 from mca_models.megatron.features.mlp import has_fused_activation
 from mca_models.templates.parts.layer_costs import EIGHTH, HALF, SINGLE, LayerSizes

@@ -249,7 +249,6 @@ def _score_keys(sizes: Values) -> tuple[float, ...]:
 
 
 def _square_side(size: int | Sequence[int]) -> int:
-    """Return the side of a square size."""
     return size if isinstance(size, int) else size[0]
 
 

@@ -238,7 +238,6 @@ def _vision(model: str) -> Values | None:
 
 
 def _documents(settings: Settings, tokenizer: "PreTrainedTokenizerBase") -> Iterator[Sequence[int]]:
-    """Yield the tokens of each row."""
     data, key = settings.data, "train_file"
     vision = _vision(data.model_name_or_path)
     rows, names = open_rows(data.train_file, key, data, data.text_column, seed=None, vision=vision)

@@ -14,12 +14,14 @@ from functools import cache
 from pathlib import Path
 from typing import TextIO
 
-from mca_config.errors import McaError, list_problems, raised_problems
+from mca_config.errors import McaError, list_problems, raise_problems, raised_problems
 from mca_config.files import has_entry, read_json
 from mca_config.types import Values
 from mca_models.checkpoint.hf_directory import INDEX, SINGLE, indexed_files
 from mca_models.checkpoint.side_files import side_files
+from mca_models.checkpoint_kinds import CheckpointKind, checkpoint_kind
 from mca_models.hub import is_hub_id
+from mca_models.storage.safetensors import read_header
 from mca_train.checkpoint.output_files import require_free, require_usable, resolve
 from mca_train.config.arguments import DataArguments, LoraArguments, PairArguments
 from mca_train.config.early_arguments import optimizer_problems
@@ -225,19 +227,26 @@ def model_side_files(task: Task, settings: Settings) -> Iterator[str]:
         yield from raised_problems(side_files, model)
 
 
-def weights_problems(data: DataArguments) -> Iterator[str]:
-    """Report missing files of a model of which some are there; the ranks read them.
+def weights_problems(task: Task, settings: Settings) -> Iterator[str]:
+    """Report missing and truncated Hugging Face files of the model and the reference model; the ranks read them.
 
-    It is no rule of `FILE_RULES`, which also check a model of the Hub before the rest of its files is downloaded.
+    Only headers are read. It is no rule of `FILE_RULES`, which also check a model of the Hub before the rest of its
+    files is downloaded.
     """
-    model = Path(data.model_name_or_path)
-    if model.is_dir():
-        yield from raised_problems(_require_shards, model)
+    model, reference = settings.data.model_name_or_path, task.reference(settings)
+    for path, where in {reference: "reference_model_name_or_path: ", model: ""}.items():
+        if path is not None and Path(path).is_dir():
+            yield from (f"{where}{problem}" for problem in raised_problems(_require_shards, Path(path)))
 
 
 def _require_shards(model: Path) -> None:
-    if not has_entry(model, SINGLE) and has_entry(model, INDEX) and any(model.glob("*.safetensors")):
-        indexed_files(model)
+    """Check the weights of directory ``model`` that a run would read, if it has any in safetensors."""
+    if checkpoint_kind(model) is not CheckpointKind.HF:
+        return
+    files = [model / SINGLE] if has_entry(model, SINGLE) else []
+    if not files and has_entry(model, INDEX) and any(model.glob("*.safetensors")):
+        files = [*indexed_files(model)[1].values()]
+    raise_problems([problem for file in files for problem in raised_problems(read_header, file)], model)
 
 
 FILE_RULES: tuple[Callable[[Task, Settings], Iterable[str]], ...] = (

@@ -144,11 +144,19 @@ def _problems(
     return check(task, settings, lambda *_: gpus, target).impossible
 
 
-def render(best: Best, batch: int, gpus: int, hardware: Hardware, shortage: str | None) -> str:
-    """Return the layouts as text; ``shortage``: the message about a search without any layout that fits."""
+def render(best: Best, batch: str, gpus: int, hardware: Hardware, shortage: str | None) -> str:
+    """Return the layouts as text.
+
+    Args:
+        best: The layouts.
+        batch: The global batch in words.
+        gpus: Number of devices.
+        hardware: Device and its efficiencies.
+        shortage: The message about a search without any layout that fits.
+    """
     device, found = hardware.device, best.layouts
     lines = [
-        f"search       {gpus} x {device.name}, {counted(batch, 'sample')} a step, {device.usable_gib:.1f} GiB usable",
+        f"search       {gpus} x {device.name}, global batch {batch}, {device.usable_gib:.1f} GiB usable",
         "",
     ]
     if not found:

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 from mca_config.checks import position_problem
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout, RankGrid
+from mca_config.printable import counted
 from mca_config.types import JsonObject, Values
 from mca_models.megatron import platform
 from mca_models.megatron.factory.transformer_config import Target, choose_implementation
-from mca_train.config.model import planned_ranks, resolve_layout, samples_per_step
+from mca_train.config.model import batch_unit, planned_ranks, resolve_layout, samples_per_step
 from mca_train.config.run_config import Settings, with_directories
 from mca_train.plan.audio_memory import PlannedMedia
 from mca_train.plan.chunks import Implementation
@@ -40,7 +41,7 @@ from mca_train.tasks import TASKS, infer_task
 from mca_train.tasks.task import Task
 
 if TYPE_CHECKING:
-    from mca_train.dry_run.report import DryRun
+    from mca_train.dry_run.stages import DryRun
 
 _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -142,7 +143,8 @@ def _search(task: Task, values: Values, settings: Settings, options: PlanOptions
         document = layout_search.document(found, batch, gpus, hardware, shortage)
         sys.stdout.write(json.dumps(document, indent=2) + "\n")
     else:
-        text = layout_search.render(found, batch, gpus, hardware, shortage) + media.explanation()
+        shown = counted(batch, batch_unit(requested))
+        text = layout_search.render(found, shown, gpus, hardware, shortage) + media.explanation()
         sys.stdout.write(_first_line(task, named=named) + text)
     return 0 if found.layouts else 1
 
@@ -270,7 +272,7 @@ class _Planned:
         if device is not None and stages_over_limit(self.plan, device):
             text += render_remedies(self.remedies, device)
         if dry_run is not None:
-            from mca_train.dry_run.report import render_dry_run
+            from mca_train.dry_run.stages import render_dry_run
 
             text += "\n" + render_dry_run(dry_run)
         if problem := position_problem(self.run.model, settings.data.seq_length):
@@ -295,7 +297,7 @@ class _Planned:
         document = plan_document(self.plan, self.run.model, device, self.remedies)
         document["missing"] = list(findings.missing)
         if dry_run is not None:
-            from mca_train.dry_run.report import dry_run_document
+            from mca_train.dry_run.stages import dry_run_document
 
             document["dry_run"] = dry_run_document(dry_run)
         return document
@@ -310,8 +312,7 @@ def _implementation(settings: Settings, hardware: Hardware | None) -> Implementa
 
 def _dry_run(run: Run, planned: _Planned, *, ordered: bool) -> "DryRun":
     """Return the dry run of ``run``, which this machine supports."""
-    from mca_train.dry_run.report import DryRun
-    from mca_train.dry_run.stages import measure_stages
+    from mca_train.dry_run.stages import DryRun, measure_stages
 
     implementation, device = _implementation(run.settings, None), planned.hardware and planned.hardware.device
     note = None

@@ -229,7 +229,7 @@ def check_run(task: Task, values: Values, where: str, *, launched: bool = False)
     skipped = [*([directories] if has_hub_ids(values) else []), *([start] if launched else [])]
     problems += _model_problems(task, settings, ranks=ranks)
     problems += [problem for rule in FILE_RULES if rule not in skipped for problem in rule(task, settings)]
-    problems += [*weights_problems(settings.data), *column_problems(task, settings.data)]
+    problems += [*weights_problems(task, settings), *column_problems(task, settings.data)]
     problems += engine_problems(settings.training)
     _raise(problems, where)
 

@@ -197,7 +197,6 @@ def _run_forked_rank(inputs: Inputs) -> None:
 
 
 def _train_rank(inputs: Inputs, attempt: "Attempt | None") -> None:
-    """Run all of the training on one rank."""
     set_log_levels(inputs.run.settings.training)
     _train(inputs, attempt)
     parallel.stop()

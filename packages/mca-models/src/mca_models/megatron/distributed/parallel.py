@@ -247,7 +247,7 @@ def seed_device(seed: int, rank_context: RankContext) -> None:
 
 
 def stop() -> None:
-    """Destroy all process groups and end the platform's helper processes."""
+    """Destroy all process groups."""
     from megatron.core import parallel_state
 
     if parallel_state.model_parallel_is_initialized():
@@ -255,7 +255,6 @@ def stop() -> None:
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     _started.clear()
-    platform.close()
 
 
 def _group(name: str, **options: bool) -> ProcessGroup:

@@ -31,7 +31,7 @@ from mca_models.megatron.distributed.collectives import (
     run_on_all_ranks,
     run_on_first_rank,
 )
-from mca_models.megatron.platform.checkpoint_queue import kill_children_with_parent, queues_without_manager
+from mca_models.megatron.platform.checkpoint_queue import kill_children_with_parent
 from mca_models.megatron.types import DcpObject, SaveRequest, ShardedState, Upstream
 from mca_models.storage.atomic import write_file
 
@@ -121,7 +121,6 @@ def write_state(state: ShardedState, folder: Path, *, background: bool = False) 
     strategy = _strategy()
     with (
         suppress_writer_warnings(),
-        contextlib.nullcontext() if background else queues_without_manager(),
         _skip_folder_checks(),
         _collect_errors(_common_writer(), "save_common") as faults,
     ):
@@ -195,7 +194,7 @@ def _run(request: SaveRequest) -> None:
     arguments = list(request.async_fn_args)
     if request.preload_fn is not None:
         arguments[1] = request.preload_fn()
-    with kill_children_with_parent(), _threads_for_few_bytes(arguments[1]):
+    with kill_children_with_parent():
         request.async_fn(*arguments, **request.async_fn_kwargs)
 
 
@@ -235,14 +234,15 @@ class _Outcome:
 
 
 def _write_with_reason(
-    write: Callable[..., None], rank: int, buckets: object, results: "_Outcome", **options: object
+    write: Callable[..., None], rank: int, buckets: DcpObject, results: "_Outcome", **options: object
 ) -> None:
     """Run Megatron's writer and add the reason of a failure to its result, which 0.19 only logs."""
     outcome, errors = _Outcome(), _Errors()
     logger = logging.getLogger(_filesystem_writer().__module__)
     logger.addHandler(errors)
     try:
-        write(rank, buckets, outcome, **options)
+        with _threads_for_few_bytes(buckets):
+            write(rank, buckets, outcome, **options)
     except Exception as error:
         outcome.put(error)
     finally:
@@ -317,11 +317,14 @@ def _write_format(folder: Path) -> None:
 def suppress_writer_warnings() -> Iterator[None]:
     """Suppress warnings of Megatron's writer about deprecated parts of torch and Megatron."""
     logger = logging.getLogger("megatron.core.dist_checkpointing.strategies.torch")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+
+    def is_error(record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.ERROR
+
+    logger.addFilter(is_error)  # setLevel would clear the caches of all loggers, 3 ms each time
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             yield
     finally:
-        logger.setLevel(level)
+        logger.removeFilter(is_error)

@@ -1,10 +1,10 @@
-"""Build the GPT model of one virtual pipeline stage, with its choice of an attention kernel.
+"""Build the GPT model of one virtual pipeline stage, with its attention kernel and parameter attributes.
 
 Its weights are filled in `fill`; process groups are made in `distributed.parallel`.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -12,12 +12,13 @@ from torch import Tensor
 
 from mca_config.checks import fp8_token_multiple
 from mca_config.errors import McaError, raise_problems
+from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig
 from mca_config.pipeline import PipelineChunk
 from mca_models.megatron import features, platform
 from mca_models.megatron.layers.spec import block_spec, mtp_spec
 from mca_models.megatron.names import Implementation, LocalParam
-from mca_models.megatron.types import GptModel, MegatronConfig, Upstream
+from mca_models.megatron.types import GptModel, MarkedParameter, MegatronConfig, Upstream
 
 DETERMINISM = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
 """Read by Transformer Engine's attention when it is built: whether gradients may differ from run to run."""
@@ -148,3 +149,42 @@ def live_tensors(model: torch.nn.Module, params: list[LocalParam]) -> dict[str, 
     problems += [f"no live tensor {name}" for name in expected if name not in tensors]
     raise_problems(problems, "the built model and its template differ", shown=20)
     return {name: tensors[name] for name in expected}
+
+
+def set_parameter_attributes(params: Iterable[tuple[LocalParam, Tensor]], layout: ParallelLayout) -> int:
+    """Set missing or wrong attributes of parameters that Megatron reads; return how many were set.
+
+    The norm of all gradients counts a parameter once: a sharded one on every tensor rank, a replicated one on the
+    first. Megatron sets these attributes while it initialises weights. Weights that are filled from a checkpoint
+    instead (``perform_initialization`` off) lack them before megatron-core 0.18, and the norm, and with it clipping,
+    silently misses all ranks but the first. Transformer Engine also marks the replicated down-projections of MLA as
+    sharded, which would count once on every tensor rank. megatron-core 0.19 reverts that, but leaves ``partition_dim``,
+    by which Muon gathers shards.
+
+    Vocabulary rows have their own learning rate (``decoupled_lr``). The copy of the embedding for MTP layers on another
+    pipeline rank is not marked in 0.16: its rows would diverge from those of the first rank.
+
+    The gradients of experts are summed over the ranks with the same experts. Before 0.19 megatron-core marks them so
+    (``allreduce`` false) with expert parallelism only, and sums over the dense parameters' replicas otherwise: wrong if
+    the expert tensor size is not the tensor size.
+
+    Args:
+        params: Every parameter of this rank with its rule (``VirtualModels.local_params()``).
+        layout: The parallel sizes.
+    """
+    separate = layout.ep > 1 or layout.etp != layout.tp
+    marked = 0
+    for item, tensor in params:
+        param: MarkedParameter = tensor
+        if item.param.vocab:
+            param.is_embedding_or_output_parameter = True
+        axis, expert = item.param.shard.axis, item.param.expert is not None
+        cut = (axis is not None, -1 if axis is None else axis)
+        if cut != (getattr(param, "tensor_model_parallel", False), getattr(param, "partition_dim", -1)):
+            param.tensor_model_parallel, param.partition_dim = cut
+            param.partition_stride = 1
+            marked += 1
+        if expert and getattr(param, "allreduce", True) == separate:
+            param.allreduce = not separate
+            marked += 1
+    return marked

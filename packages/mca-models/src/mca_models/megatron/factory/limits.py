@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 from mca_config.arguments import transformer_engine_problems
 from mca_config.errors import raise_problems
+from mca_config.layout import ParallelLayout
 from mca_config.pipeline import pipeline_plan
 from mca_config.printable import counted
-from mca_models.megatron.factory.execution import waits_for_sends
 from mca_models.megatron.features.feature import FIXED_IN_0_17, Setup, Version
 
 _ENGINE_WITH_STRIDES: Version = (2, 11)
@@ -60,6 +60,11 @@ def _sends(setup: Setup) -> Iterator[str]:
             "deallocate_pipeline_outputs frees what virtual stages still send before megatron-core 0.18, which changes "
             "the numbers silently; remove it"
         )
+
+
+def waits_for_sends(layout: ParallelLayout, version: tuple[int, ...]) -> bool:
+    """Return whether megatron-core of ``version`` waits for the send of an output before it frees the output."""
+    return layout.vpp == 1 or version >= (0, 18)
 
 
 def _recomputation(setup: Setup) -> Iterator[str]:

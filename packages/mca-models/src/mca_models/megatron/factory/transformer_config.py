@@ -1,35 +1,39 @@
 """Convert ``McaModelConfig`` and arguments to Megatron's ``TransformerConfig``.
 
-Settings of execution are in `execution`, limits in `limits`.
+Settings of execution are layout, precision, kernels and point-to-point communication. Limits are in `limits`.
 """
 
 import dataclasses
+import functools
+import logging
 import math
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from mca_config.arguments import DistributingParallelArguments
+import torch
+
+from mca_config.arguments import DistributingParallelArguments, MegatronArguments
 from mca_config.arguments.megatron import TrainingOptions
 from mca_config.errors import McaError
 from mca_config.layout import ParallelLayout
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Values
 from mca_models.megatron import features, platform
-from mca_models.megatron.factory.execution import (
-    grouped_experts,
-    kernel_settings,
-    layout_settings,
-    pipeline_settings,
-    precision_settings,
-)
-from mca_models.megatron.factory.limits import require_supported
+from mca_models.megatron.factory.limits import require_supported, waits_for_sends
 from mca_models.megatron.features.feature import Setup
 from mca_models.megatron.features.features import active_features
 from mca_models.megatron.layers.rope import attention_factor
 from mca_models.megatron.names import Implementation
 from mca_models.megatron.types import MegatronConfig, Settings
 
+_log = logging.getLogger(__name__)
+DTYPES: Mapping[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 HF_AUX_LOSS = "mca_hf_aux_loss"
 """Attribute: the load-balancing loss has HF's coefficient, and uses the softmax of the logits."""
 _ENGINE_ONLY = ("fp8", "fp8_recipe", "apply_rope_fusion", "moe_permute_fusion")
@@ -211,3 +215,107 @@ def _with_attention_factor(megatron: MegatronConfig, config: McaModelConfig) -> 
         megatron.yarn_mscale = factor - 1
         megatron.yarn_mscale_all_dim = 0.0
     return megatron
+
+
+def _needs_sequence_parallel(
+    config: McaModelConfig, args: DistributingParallelArguments
+) -> tuple[str | None, bool]:
+    """Return the part of the model that needs sequence parallelism at tp > 1, and whether Megatron insists on it."""
+    for feature in active_features(config):
+        if feature.sequence_parallel == "trained" and isinstance(args, MegatronArguments):
+            return f"training a model with {feature.name}", True
+        if feature.sequence_parallel == "always":
+            return feature.name, False
+    return None, False
+
+
+def layout_settings(
+    config: McaModelConfig, args: DistributingParallelArguments, layout: ParallelLayout
+) -> Settings:
+    """Return the parallel sizes; turn sequence parallelism on if the model needs it.
+
+    Raises:
+        McaError: ``sequence_parallel`` is off although the model needs it.
+    """
+    sequence_parallel = args.sequence_parallel_for(layout)
+    why, required = _needs_sequence_parallel(config, args)
+    if layout.tp == 1 or sequence_parallel:
+        why = None
+    if why and args.sequence_parallel is None:
+        _log_once(f"sequence_parallel is on: {why} on several tensor ranks needs it")
+        sequence_parallel = True
+    elif why and required:
+        raise McaError(
+            f"sequence_parallel cannot be off: {why} on several tensor ranks needs it (Megatron rejects it "
+            "otherwise); remove sequence_parallel"
+        )
+    return {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.virtual_pipeline_model_parallel_size,
+        "context_parallel_size": layout.cp,
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
+        "sequence_parallel": sequence_parallel,
+        "num_layers_in_first_pipeline_stage": layout.num_layers_in_first_pipeline_stage,
+        "num_layers_in_last_pipeline_stage": layout.num_layers_in_last_pipeline_stage,
+        "account_for_embedding_in_pipeline_split": layout.account_for_embedding_in_pipeline_split,
+        "account_for_loss_in_pipeline_split": layout.account_for_loss_in_pipeline_split,
+        "pipeline_model_parallel_layout": layout.pipeline_model_parallel_layout,
+    }
+
+
+def precision_settings(dtype: str) -> Settings:
+    """Return the dtypes of parameters and of point-to-point communication."""
+    return {
+        "params_dtype": DTYPES[dtype],
+        "pipeline_dtype": DTYPES[dtype],
+        "bf16": dtype == "bfloat16",
+        "fp16": dtype == "float16",
+    }
+
+
+def kernel_settings(implementation: Implementation) -> Settings:
+    """Return the fusions, which need CUDA kernels; weights are always filled by mca, from a file or a seed."""
+    fused = implementation == "transformer_engine"
+    return {
+        "perform_initialization": False,
+        "gradient_accumulation_fusion": False,
+        "masked_softmax_fusion": False,
+        "bias_activation_fusion": fused,
+        "bias_dropout_fusion": fused,
+        "apply_rope_fusion": False,
+        "persist_layer_norm": fused,
+        "attention_softmax_in_fp32": True,
+    }
+
+
+def pipeline_settings(layout: ParallelLayout, version: tuple[int, ...], device: str) -> Settings:
+    """Return the settings of point-to-point communication between pipeline stages.
+
+    With virtual pipelining sends overlap, because batched ones give wrong numbers. Outputs are freed after sending only
+    on CUDA, as gloo reads them later, and only where Megatron waits for its sends.
+    """
+    interleaved = layout.vpp > 1
+    frees = device == "cuda" and waits_for_sends(layout, version)
+    return {
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+        "deallocate_pipeline_outputs": layout.pp > 1 and frees,
+    }
+
+
+def grouped_experts(settings: Settings, implementation: Implementation) -> bool:
+    """Return whether experts use grouped GEMM: with Transformer Engine unless turned off, never locally."""
+    requested = settings.get("moe_grouped_gemm")
+    if implementation == "local":
+        if requested and settings.get("num_moe_experts"):
+            _log_once("moe_grouped_gemm is off: the local layers run experts one after the other")
+        return False
+    return requested is not False
+
+
+@functools.cache
+def _log_once(line: str) -> None:
+    """Log ``line`` once: a configuration is made for checks, and again for the model."""
+    _log.info(line)

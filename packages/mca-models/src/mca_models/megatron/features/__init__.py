@@ -1,6 +1,12 @@
 """Model features beyond Megatron's layers, selected by fields of ``McaModelConfig``, never by the family's name."""
 
-from mca_models.megatron.features.features import building, finish, positions, settings
-from mca_models.megatron.features.spec import adapted_block, adapted_prediction
+from mca_models.megatron.features.features import (
+    adapted_block,
+    adapted_prediction,
+    building,
+    finish,
+    positions,
+    settings,
+)
 
 __all__ = ["adapted_block", "adapted_prediction", "building", "finish", "positions", "settings"]

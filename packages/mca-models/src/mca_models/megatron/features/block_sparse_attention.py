@@ -15,9 +15,9 @@ from mca_models.megatron.features.topk_attention import (
     TopKSparseAttention,
     normed_input,
     recomputation_problems,
+    rotated,
 )
 from mca_models.megatron.layers.attention import CoreAttention
-from mca_models.megatron.layers.dsa_indexer import rotated
 from mca_models.megatron.layers.rope import attention_factor, frequencies
 from mca_models.megatron.layers.zigzag import gather_full_sequences
 from mca_models.megatron.types import MegatronConfig, MegatronModule

@@ -1,6 +1,7 @@
-"""All features, in the order in which they apply, and loops over them; layer specs are in `spec`."""
+"""All features, in the order in which they apply, and loops over them: settings, layer specs, built chunks."""
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 from mca_config.model_config import McaModelConfig
@@ -15,6 +16,7 @@ from mca_models.megatron.features.attention import (
 )
 from mca_models.megatron.features.block import (
     LAYER_SCALARS,
+    NORMED_RESIDUAL,
     PARALLEL_BLOCK,
     RESIDUAL_MULTIPLIER,
     SINGLE_BLOCKS,
@@ -28,7 +30,15 @@ from mca_models.megatron.features.embedding import (
     EMBEDDING_NORM,
     LEARNED_POSITIONS,
 )
-from mca_models.megatron.features.feature import Context, Feature
+from mca_models.megatron.features.feature import (
+    ClassChange,
+    Context,
+    Feature,
+    LayerContext,
+    RouterChange,
+    SpecChange,
+    SpecChanges,
+)
 from mca_models.megatron.features.gated_delta_net import GATED_DELTA_NET
 from mca_models.megatron.features.head import (
     CLASSIFICATION_HEAD,
@@ -53,7 +63,6 @@ from mca_models.megatron.features.moe import BIASED_EXPERTS, LATENT_MOE, MOE, MO
 from mca_models.megatron.features.moe_with_dense_mlp import MOE_WITH_DENSE_MLP
 from mca_models.megatron.features.mrope import MROPE
 from mca_models.megatron.features.mtp import MTP, MTP_BEFORE_NORM, MTP_LOSS
-from mca_models.megatron.features.normed_residual import NORMED_RESIDUAL
 from mca_models.megatron.features.norms import (
     CUSTOM_NORMS,
     FULL_WIDTH_QK_NORMS,
@@ -77,8 +86,13 @@ from mca_models.megatron.features.short_convolution import SHORT_CONVOLUTION
 from mca_models.megatron.features.shortcut_moe import SHORTCUT_MOE
 from mca_models.megatron.features.sparse_mixer import NOISY_EXPERTS, SPARSE_MIXER
 from mca_models.megatron.features.vision_tower import VISION_TOWER
-from mca_models.megatron.names import Implementation
-from mca_models.megatron.types import GptModel, MegatronConfig, Settings
+from mca_models.megatron.layers.attention import CoreAttention
+from mca_models.megatron.layers.spec import changed, engine_attention
+from mca_models.megatron.names import Implementation, NamingScheme
+from mca_models.megatron.types import GptModel, MegatronConfig, Settings, Spec
+from mca_models.templates import get_family
+from mca_models.templates.parts.mtp import MTP as MTP_PREFIX
+from mca_models.weights import Param, Stage
 
 FEATURES: tuple[Feature, ...] = (
     ATTENTION,
@@ -186,3 +200,105 @@ def finish(model: GptModel, config: McaModelConfig) -> None:
     """Apply the features of a model to a built chunk; runs before anything else hooks its logits."""
     for feature in active_features(config):
         feature.finish(model, config)
+
+
+_INSIDE = {Stage.LAYER: "decoder.layers.{layer}.", Stage.MTP: f"{MTP_PREFIX}transformer_layer."}
+
+
+def adapted_block(
+    spec: Spec, config: McaModelConfig, implementation: Implementation, layers: Sequence[int]
+) -> Spec:
+    """Return the spec of a chunk with decoder ``layers``."""
+    block = _adapted_to_model(spec, Context(config, implementation))
+    params = get_family(config.model_type).params(config)
+    layer_specs = []
+    for number, layer_spec in zip(layers, block.layer_specs, strict=True):
+        context = LayerContext(config, implementation, layer=config.layer_config(number), number=number)
+        names = _checkpoint_names(params, Stage.LAYER, number, implementation)
+        layer_specs.append(_adapted_to_layer(layer_spec, context, names))
+    return dataclasses.replace(block, layer_specs=layer_specs)
+
+
+def adapted_prediction(spec: Spec, config: McaModelConfig, implementation: Implementation) -> Spec:
+    """Return the spec of a chunk's MTP layers, which are all alike; None stays None."""
+    block = _adapted_to_model(spec, Context(config, implementation))
+    params = get_family(config.model_type).params(config)
+    context = LayerContext(config, implementation, layer=config, number=None)
+    return _adapted_to_layer(block, context, _checkpoint_names(params, Stage.MTP, 0, implementation))
+
+
+def _adapted_to_model(spec: Spec, context: Context) -> Spec:
+    """Apply the changes that all layers share to ``spec`` of a block or of MTP layers."""
+    features = active_features(context.config)
+    changes = [_core_attention(context), *(feature.spec(context) for feature in features)]
+    routers = [feature.router for feature in features if feature.router is not None]
+    changes += [SpecChanges({"router": _with_config(adapt, context.config)}) for adapt in routers]
+    return changed(spec, *_composed(changes))
+
+
+def _with_config(adapt: RouterChange, config: McaModelConfig) -> ClassChange:
+    return lambda router: adapt(router, config)
+
+
+def _core_attention(context: Context) -> SpecChanges:
+    changes = [feature.core_attention for feature in active_features(context.config)]
+    core: type[CoreAttention] = CoreAttention
+    for change in filter(None, changes):
+        core = change(core, context.config)
+    if not any(changes):
+        return SpecChanges()
+    engine = [engine_attention()] if context.implementation == "transformer_engine" else []
+    return SpecChanges(classes={kind: lambda _: core for kind in (CoreAttention, *engine)})
+
+
+def _adapted_to_layer(spec: Spec, context: LayerContext, names: Mapping[str, SpecChange]) -> Spec:
+    changes = [feature.layer(context) for feature in active_features(context.config)]
+    return changed(spec, *_composed([SpecChanges(names), *changes]))
+
+
+def _checkpoint_names(
+    params: Sequence[Param], stage: Stage, layer: int, implementation: Implementation
+) -> dict[str, SpecChange]:
+    """Return the change that gives a layer's checkpoint keys Transformer Engine's names.
+
+    The local layers have separate norms where Transformer Engine fuses them into the next linear. Megatron's map of
+    their names takes every MLP for a dense one and every attention for an ordinary one, and is missing for MLA. Without
+    a map for each layer, Transformer Engine's layers could not load a checkpoint of the local layers, nor the other way
+    round.
+
+    Args:
+        params: Parameters of the whole model.
+        stage: `Stage.LAYER`, or `Stage.MTP` for the decoder layer inside an MTP layer.
+        layer: Number of the layer in the model.
+        implementation: Layer implementation.
+    """
+    if implementation == "transformer_engine":
+        return {}
+    local, before = NamingScheme("local", grouped_experts=True), _INSIDE[stage]
+    names = [
+        param.mca
+        for param in params
+        if param.stage is stage and param.layer == layer and param.mca.startswith(before)
+    ]
+    keys = {
+        local.live(mca).removeprefix(before): mca.removeprefix(before)
+        for mca in names
+        if local.live(mca) != mca
+    }
+    return {"sharded_state_dict_keys_map": lambda megatron_map: keys}
+
+
+def _composed(changes: Iterable[SpecChanges]) -> tuple[dict[str, SpecChange], dict[type, type]]:
+    """Return the change of each field, and the replacement of each class; later changes take the result of earlier."""
+    fields: dict[str, SpecChange] = {}
+    classes: dict[type, type] = {}
+    for change in changes:
+        for name, function in change.fields.items():
+            fields[name] = _after(fields[name], function) if name in fields else function
+        for kind, replace in change.classes.items():
+            classes[kind] = replace(classes.get(kind, kind))
+    return fields, classes
+
+
+def _after(first: SpecChange, second: SpecChange) -> SpecChange:
+    return lambda value: second(first(value))

@@ -6,7 +6,7 @@ each token, and ``attention_ends`` with bidirectional images (``[b, s]``: how ma
 the last that a token attends to). Only the first stage needs the first, and with MTP layers all stages take the second.
 Rows say which feature goes where, and are sharded as the tokens are. A video is given as its frames, each a grid of one
 frame, between which no tower attends. ``sends_features`` says that all chunks send features for MTP layers
-(`mtp_media`).
+(`mtp`).
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ from mca_config.types import JsonObject
 from mca_models.megatron.features.feature import Context, Feature, SpecChanges
 from mca_models.megatron.features.media_features import compute_image_features, empty_features
 from mca_models.megatron.features.mrope import MRope, position_problems
-from mca_models.megatron.features.mtp_media import SentFeatures, mtp_media_problems, shifted_rows
+from mca_models.megatron.features.mtp import SentFeatures, mtp_media_problems, shifted_rows
 from mca_models.megatron.features.per_layer_embedding import padding_problems
 from mca_models.megatron.layers.attention import CoreAttention, image_attention
 from mca_models.megatron.types import (

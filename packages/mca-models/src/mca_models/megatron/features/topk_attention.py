@@ -115,6 +115,18 @@ class TopKSparseAttention(CoreAttention):
         return torch.cat(outputs, 1)[..., :channels].permute(2, 0, 1, 3)
 
 
+def rotated(
+    x: Tensor, positions: Tensor, inverse_frequencies: Tensor, factor: float, *, interleaved: bool = False
+) -> Tensor:
+    """Rotate the first channels of ``x`` ``[n, b, h, d]`` at ``positions`` ``[n]``, in neighbouring pairs or halves."""
+    angles = torch.outer(positions.float(), inverse_frequencies)[:, None, None]
+    cos, sin = ((f(angles) * factor).to(x.dtype) for f in (torch.cos, torch.sin))
+    width = 2 * inverse_frequencies.numel()
+    rotary, rest = x[..., :width], x[..., width:]
+    first, second = (rotary[..., ::2], rotary[..., 1::2]) if interleaved else rotary.chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
+
+
 def recomputation_problems(setup: Setup) -> Iterator[str]:
     """Yield why the attention cannot be recomputed alone: the indexer reads inputs that are gone by then."""
     if setup.recomputes("core_attn"):

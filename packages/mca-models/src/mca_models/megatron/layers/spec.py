@@ -1,6 +1,6 @@
 """Layer specs: Megatron's, with mca's modules in place of local ones that lack features.
 
-Changes for single features are in `features.spec`.
+Changes for single features are in `features.features`.
 """
 
 import dataclasses

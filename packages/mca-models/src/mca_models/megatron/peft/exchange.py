@@ -15,8 +15,8 @@ from mca_models.lora.peft_directory import PeftReader, PeftTensors, peft_shapes,
 from mca_models.megatron import platform
 from mca_models.megatron.distributed.collectives import all_gather
 from mca_models.megatron.distributed.parallel import RankContext
-from mca_models.megatron.factory.execution import DTYPES
 from mca_models.megatron.factory.fill import is_first_replica, shard_rank_and_size
+from mca_models.megatron.factory.transformer_config import DTYPES
 from mca_models.megatron.peft.attach import Attached
 from mca_models.megatron.state.stream import Piece
 from mca_models.megatron.state.weight_receiver import Weight, WeightReceiver, receive_all

@@ -31,12 +31,12 @@ from mca_models.megatron.platform._device import (
     device_type,
     engine_problem,
     fp8_problem,
+    require_launcher,
     set_device,
 )
 from mca_models.megatron.platform._patch import Patch, replaced
 from mca_models.megatron.platform.cuda import without_compile
 from mca_models.megatron.platform.fused_adam import FusedAdam
-from mca_models.megatron.platform.launcher import require_launcher
 
 __all__ = [
     "BEFORE_IMPORT",
@@ -165,8 +165,3 @@ def engine_version() -> tuple[int, ...] | None:
 
 def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split("+")[0].split(".")[:3] if part.isdigit())
-
-
-def close() -> None:
-    """End helper processes of the platform; for ranks that exit with ``os._exit``."""
-    checkpoint_queue.close()

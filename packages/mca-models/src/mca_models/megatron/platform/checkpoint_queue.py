@@ -1,23 +1,21 @@
-"""Fork the manager of the checkpoint writer's result queue instead of spawning it.
+"""Result file of the checkpoint writer instead of a queue of a spawned manager.
 
 The first ``dist_checkpointing.save`` of a process makes a queue with the "spawn" method: the child imports the main
-script again, which takes 10 s here and, if the script has no ``__main__`` guard, runs it twice. The forked manager
-inherits the listening rendezvous socket and outlives ``os._exit``, so ``close()`` shuts it down at exit, and the
-kernel if its parent is killed.
+script again, which takes 10 s here and, if the script has no ``__main__`` guard, runs it twice. A writer that is forked
+can put its result into a file without a name, which needs no other process.
 
-Each save gets a separate queue: Megatron's single queue mixes up the results of two concurrent background saves. A save
-that this process waits for needs no manager. Megatron's writers are killed when the rank that forked them ends, also by
-SIGKILL: otherwise they would wait forever and hold the rank's memory.
+Each save gets a separate file: Megatron's single queue mixes up the results of two concurrent background saves.
+Megatron's writers are killed when the rank that forked them ends, also by SIGKILL: otherwise they would wait forever
+and hold the rank's memory.
 """
 
-import atexit
 import ctypes
 import os
+import pickle
 import queue
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing.managers import SyncManager
 
 from mca_models.megatron.platform._patch import EVERYWHERE, Patch
 from mca_models.megatron.types import Upstream
@@ -56,45 +54,29 @@ def end_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-_managers: dict[int, SyncManager] = {}
-_without_manager = [False]
-
-
 def _writer() -> Upstream:
     import megatron.core.dist_checkpointing.strategies.filesystem_async as filesystem_async
 
     return filesystem_async
 
 
-@contextmanager
-def queues_without_manager() -> Iterator[None]:
-    """Let saves in the block have queues that only this process can fill."""
-    before, _without_manager[0] = _without_manager[0], True
-    try:
-        yield
-    finally:
-        _without_manager[0] = before
+class _ResultFile:
+    """Queue for one result of this process or of a process that it forks."""
 
+    def __init__(self, *_: object, **__: object) -> None:
+        self._file = os.fdopen(os.memfd_create("mca-checkpoint-result"), "w+b")
 
-def _queue(*args: object, **kwargs: object) -> Upstream:
-    """Return a new result queue; the first that other processes may fill forks this process's manager."""
-    import torch.multiprocessing
+    def put(self, result: object) -> None:
+        self._file.write(pickle.dumps(result))
+        self._file.flush()
 
-    if _without_manager[0]:
-        return queue.SimpleQueue()
-    if os.getpid() not in _managers:
-        manager = SyncManager(ctx=torch.multiprocessing.get_context("fork"))
-        manager.start(initializer=end_with_parent, initargs=(os.getpid(),))
-        _managers[os.getpid()] = manager
-        atexit.register(close)
-    return _managers[os.getpid()].Queue()
+    def get_nowait(self) -> object:
+        self._file.seek(0)
+        if not (data := self._file.read()):
+            raise queue.Empty
+        return pickle.loads(data)
 
-
-def close() -> None:
-    """End this process's manager; the next save starts a new one."""
-    manager = _managers.pop(os.getpid(), None)
-    if manager is not None:
-        manager.shutdown()
+    get = get_nowait
 
 
 def _name() -> str:
@@ -111,7 +93,7 @@ def _needed() -> bool:
 
 
 def _apply() -> None:
-    setattr(_writer(), _name(), _queue)
+    setattr(_writer(), _name(), _ResultFile)
 
 
 PATCH = Patch(

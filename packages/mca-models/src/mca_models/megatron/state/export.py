@@ -29,8 +29,8 @@ from mca_models.megatron.state.fp8 import quantised
 from mca_models.megatron.state.param_specs import (
     cast_param_specs,
     gather_param_specs,
-    hf_tensors,
     model_params,
+    split_specs,
 )
 from mca_models.megatron.state.stream import FilledBucket, Piece, WeightSource, stream
 from mca_models.megatron.state.weight_receiver import Weight
@@ -109,10 +109,10 @@ def export_buckets(
         piece: This rank's shards, if not the live tensors.
         select: Returns the names of the parameters to export, the same on every rank; None: all.
     """
-    specs = gather_param_specs(models)
+    params, specs = model_params(models), gather_param_specs(models)
     if request.dtype is not None:
-        specs = cast_param_specs(model_params(models), specs, request.dtype)
-    written = hf_tensors(models, specs, fp8=request.fp8)
+        specs = cast_param_specs(params, specs, request.dtype)
+    written = HfTensors(params, models.config, *split_specs(specs), fp8=request.fp8)
     piece = piece or dict(models.canonical_parameters()).get
     selected = None if select is None else select(written.params, specs, piece)
     # up to three exist at once: one is gathered, one is yielded, one is still in the consumer's variable

@@ -1,6 +1,6 @@
 """fp8 weights with scales of blocks of 128 x 128, or one a tensor: dequantised from a stream, quantised on the device.
 
-The numbers are those of `mca_models.quantization.fp8_write`, which defines blocks and scales. A weight may come before
+The numbers are those of `mca_models.quantization.fp8`, which defines blocks and scales. A weight may come before
 its scales, and both in pieces; pieces are stored until the scales are complete.
 """
 
@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from mca_models.megatron.state.weight_receiver import Weight, dtype_fault
-from mca_models.quantization.fp8_read import SCALE_SUFFIX
-from mca_models.quantization.fp8_write import BLOCK, LARGEST, SMALLEST_SCALE, not_finite, scale_shape
+from mca_models.quantization.fp8 import BLOCK, LARGEST, SCALE_SUFFIX, SMALLEST_SCALE, not_finite, scale_shape
 from mca_models.storage.byte_ranges import Shape
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)

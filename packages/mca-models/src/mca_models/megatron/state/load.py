@@ -1,7 +1,7 @@
 """Load a stream of Hugging Face tensors, in any order, into this rank's shards.
 
 Every rank gets all tensors and keeps the elements of its shards at once, except for rows of a tensor
-(`weight_receiver`) and fp8 values without scales (`fp8_read`). `factory.fill` reads files.
+(`weight_receiver`) and fp8 values without scales (`quantization.fp8`). `factory.fill` reads files.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

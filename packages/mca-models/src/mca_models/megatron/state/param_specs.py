@@ -4,7 +4,6 @@ Only names, dtypes and shapes are communicated here.
 """
 
 from mca_config.model_config import DtypeName
-from mca_models.checkpoint.hf_writer import HfTensors
 from mca_models.checkpoint.placement import stored_params
 from mca_models.megatron.distributed import parallel
 from mca_models.megatron.distributed.collectives import all_gather
@@ -51,17 +50,3 @@ def split_specs(specs: ParamSpecs) -> tuple[dict[str, str], dict[str, Shape]]:
     return {name: code for name, (code, _) in specs.items()}, {
         name: shape for name, (_, shape) in specs.items()
     }
-
-
-def hf_tensors(models: LiveModel, specs: ParamSpecs, *, fp8: bool = False) -> HfTensors:
-    """Return the tensors of the model's Hugging Face checkpoint.
-
-    Args:
-        models: The model.
-        specs: Specs of its parameters, cast if they are.
-        fp8: Quantise weights of linears to fp8 blocks.
-
-    Raises:
-        McaError: transformers could not read this family's weights in fp8.
-    """
-    return HfTensors(model_params(models), models.config, *split_specs(specs), fp8=fp8)

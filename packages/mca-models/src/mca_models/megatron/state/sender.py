@@ -21,14 +21,14 @@ from mca_models.megatron.state.export import WeightBucket, WeightRequest, export
 from mca_models.megatron.state.stream import Piece
 from mca_models.megatron.state.weight_receiver import Weight
 from mca_models.megatron.tensors import CODES, DTYPE_OF, cast_finite
-from mca_models.quantization import fp8_write
+from mca_models.quantization.fp8 import CODE as FP8_CODE
 from mca_models.weights import Param
 
 _SHOWN = 8
 _STEP = 1 << 22
 """Elements that are converted to 64-bit integers at a time: four such tensors exist, 128 MiB."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_CODES = CODES | {torch.float8_e4m3fn: fp8_write.CODE}
+_CODES = CODES | {torch.float8_e4m3fn: FP8_CODE}
 _FACTORS = ((-0x61C8864680B583EB, -0x3B314601E57A13AD), (-0x4B47D0C5C6F19D2B, -0x7C2D1FE84C9A6B35))
 _SHIFT = 29
 

@@ -334,14 +334,6 @@ def listed_moe_layers(dense: int) -> Lens:
     return Lens(lambda hf: derive_moe_layers({**hf, "first_k_dense_replace": dense}), write_moe_layers)
 
 
-def shared_experts_lens(key: str, default: int, ffn: str = "moe_intermediate_size") -> Lens:
-    """Return the lens of shared experts, whose number is at ``key`` and the width of one at ``ffn``."""
-    return Lens(
-        lambda hf: fuse_shared_experts(hf, key, default, ffn),
-        lambda values: write_shared_experts(values, key),
-    )
-
-
 def _check_sigmoid_routing(hf: HfConfig) -> JsonObject:
     require_sigmoid_routing(hf)
     return {}
