@@ -9,7 +9,7 @@ import torch
 
 from mca_models.megatron import platform
 from mca_train.losses import moe_aux
-from mca_train.losses.moe_sequence_ids import pass_sequence_ids
+from mca_train.losses.moe_aux import pass_sequence_ids
 
 SENT = torch.tensor([[1, 1, 0], [1, 0, 1], [0, 1, 1], [0, 1, 1], [1, 1, 0]], dtype=torch.bool)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mca_models.megatron import platform
-from mca_train.losses.moe_sequence_ids import (
+from mca_train.losses.moe_aux import (
     _to_planes,
     decode_sequence_ids,
     mtp_router_depths,

@@ -7,7 +7,7 @@ import pytest
 from mca_config.errors import UsageError
 from mca_config.layout import ParallelLayout, RankGrid
 from mca_config.pipeline import pipeline_plan
-from mca_train.dry_run.report import DryRun
+from mca_train.dry_run.stages import DryRun
 from mca_train.dry_run.step import StepNeeds
 from mca_train.dry_run.tracker import Message
 from mca_train.plan.schedule import Order

@@ -114,7 +114,7 @@ SUPPORTED: Mapping[str, str] = {
     "deepseek_v32": "DeepSeek V3 with DSA (lightning indexer), also in MTP layers",
     "glm_moe_dsa": "GLM 5: the same with another RoPE in the indexer",
     "mistral4": "MLA, softmax routing, query temperature that grows with the position",
-    "gemma4_unified_text": "12B: the same with another sliding window",
+    "gemma4_unified_text": "12B: `gemma4_text` with another sliding window",
     "aria_text": "stacked routed experts and shared experts in every layer",
     "cohere2_moe": "Command A with MoE, North Mini Code: dense first layers, MoE parallel to attention",
     "olmo_hybrid": "pre-norm gated delta net with negative eigenvalues; post-norm full attention",
@@ -168,7 +168,7 @@ SUPPORTED: Mapping[str, str] = {
     "bailing_hybrid": "Ling 3: Kimi delta attention with a bounded decay, MLA with head gates, DeepSeek V3's MoE",
     "lfm2": "gated short convolutions in most layers, QK-norm for each head",
     "lfm3": "gated short convolutions, sliding windows with their own RoPE, an output gate for each head",
-    "lfm2_moe": "the same with MoE: dense first layers, sigmoid routing with expert bias",
+    "lfm2_moe": "`lfm2` with MoE: dense first layers, sigmoid routing with expert bias",
 }
 """Differences of each family from a plain decoder."""
 

@@ -39,7 +39,6 @@ from mca_train.engine.offload import reload_main_params
 from mca_train.engine.optimizer import build_optimizer
 from mca_train.engine.rng import preserved_rng
 from mca_train.losses import moe_aux, mtp
-from mca_train.losses.moe_sequence_ids import pass_sequence_ids
 from mca_train.losses.token_loss import (
     ItemCount,
     LossFunction,
@@ -221,7 +220,7 @@ class Pipeline:
                 attention_mask=None,
                 labels=None if self._wants_logits else batch.labels,
                 loss_mask=batch.loss_mask,
-                padding_mask=pass_sequence_ids(batch, model),
+                padding_mask=moe_aux.pass_sequence_ids(batch, model),
                 packed_seq_params=_packed_params(batch, on_host.cu_seqlens),
                 **self._images(batch),
                 **({"sends_features": True} if sends_features else {}),

@@ -7,7 +7,7 @@ from typing import Any
 
 from mca_config.layout import RankGrid
 from mca_config.pipeline import PipelinePlan
-from mca_train.dry_run.report import DryRun, describe_step
+from mca_train.dry_run.stages import DryRun, describe_step
 from mca_train.dry_run.step import StepNeeds
 from mca_train.dry_run.tracker import Message
 from mca_train.plan.memory import GIB, describe_chunk

@@ -41,7 +41,7 @@ from mca_train.tasks import TASKS, infer_task
 from mca_train.tasks.task import Task
 
 if TYPE_CHECKING:
-    from mca_train.dry_run.report import DryRun
+    from mca_train.dry_run.stages import DryRun
 
 _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -272,7 +272,7 @@ class _Planned:
         if device is not None and stages_over_limit(self.plan, device):
             text += render_remedies(self.remedies, device)
         if dry_run is not None:
-            from mca_train.dry_run.report import render_dry_run
+            from mca_train.dry_run.stages import render_dry_run
 
             text += "\n" + render_dry_run(dry_run)
         if problem := position_problem(self.run.model, settings.data.seq_length):
@@ -297,7 +297,7 @@ class _Planned:
         document = plan_document(self.plan, self.run.model, device, self.remedies)
         document["missing"] = list(findings.missing)
         if dry_run is not None:
-            from mca_train.dry_run.report import dry_run_document
+            from mca_train.dry_run.stages import dry_run_document
 
             document["dry_run"] = dry_run_document(dry_run)
         return document
@@ -312,8 +312,7 @@ def _implementation(settings: Settings, hardware: Hardware | None) -> Implementa
 
 def _dry_run(run: Run, planned: _Planned, *, ordered: bool) -> "DryRun":
     """Return the dry run of ``run``, which this machine supports."""
-    from mca_train.dry_run.report import DryRun
-    from mca_train.dry_run.stages import measure_stages
+    from mca_train.dry_run.stages import DryRun, measure_stages
 
     implementation, device = _implementation(run.settings, None), planned.hardware and planned.hardware.device
     note = None
