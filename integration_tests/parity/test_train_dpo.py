@@ -159,6 +159,7 @@ def adapter(checkpoint, tmp_path_factory):
 @pytest.mark.parametrize("name", ["tp2-sp", "pp2"])
 def test_lora_trains_against_the_model_without_its_adapter(name, adapter, checkpoint, tmp_path):
     (folder, theirs), (size, changes) = adapter, LAYOUTS[name]
+    changes = changes | {"per_device_train_batch_size": 2, "gradient_accumulation_steps": PAIRS // 2}
     ours = run_ranks(size, with_megatron, checkpoint, tmp_path, "sigmoid", adapter=folder, **changes)[0]
     same(ours, theirs)
 
