@@ -1,13 +1,12 @@
 """Ranks that drop the same values: those with the same activations, and no others."""
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 
-from harness import run_in_turn, run_ranks
+from harness import run_ranks
 from mca_models.megatron.features import sparse_mixer
 from train_cases import make_trainer, quietly, stop_and_resume, tiny_checkpoint
 from train_settings import CP, PP, SP, TP
@@ -55,20 +54,10 @@ def drawn(checkpoint: Path, output: Path, **changes: Any) -> tuple[tuple[int, ..
     return (at.tp, at.pp, at.cp, at.dp), kept[:6], attention[:4]
 
 
-@pytest.fixture(scope="module")
-def drawn_by_ranks(checkpoint, tmp_path_factory):
-    """Return what each rank of each layout has drawn."""
-    folder, found = tmp_path_factory.mktemp("drawn"), {}
-    for number in sorted({size for size, _ in LAYOUTS.values()}):
-        some = {name: changes for name, (size, changes) in LAYOUTS.items() if size == number}
-        calls = [partial(drawn, checkpoint, folder / name, **changes) for name, changes in some.items()]
-        found |= dict(zip(some, run_in_turn(number, *calls), strict=True))
-    return found
-
-
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_only_tensor_ranks_that_hold_the_same_drop_the_same(name, drawn_by_ranks):
-    (_, changes), found = LAYOUTS[name], drawn_by_ranks[name]
+def test_only_tensor_ranks_that_hold_the_same_drop_the_same(name, checkpoint, tmp_path):
+    size, changes = LAYOUTS[name]
+    found = run_ranks(size, drawn, checkpoint, tmp_path, **changes)
     for (at, hidden, attention), (other_at, other_hidden, other_attention) in (
         (one, other) for number, one in enumerate(found) for other in found[:number]
     ):
