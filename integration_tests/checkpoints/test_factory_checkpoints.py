@@ -61,7 +61,6 @@ def exported(case: Case, folder: Path, kind: str) -> Path:
     always=[
         *("qwen3-tied-tp1-float32", "qwen3-tied-tp2pp2vpp2-float32", "llama-tp2pp2-bfloat16"),
         *("mistral-tp2-bfloat16", "qwen2-tied-pp2vpp2-bfloat16", "qwen3-tp2-float16"),
-        "llama-tp2pp2vpp2-float16",
     ],
 )
 @pytest.mark.parametrize("case", as_params(SAVED))
@@ -162,10 +161,11 @@ def random_logits(reference: Reference, layouts: list[str], *seeds: int) -> list
 
 @pytest.mark.cases(0, always=["qwen2-tied"])
 @pytest.mark.parametrize("model", ["qwen2-tied", "qwen3"])
-def test_random_models_are_the_same_on_every_layout(model: str, saved: Path) -> None:
+def test_random_models_are_the_same_on_every_layout(model: str, saved: Path, every_case: bool) -> None:
     reference = make_reference(model, saved / "hf")
     one, different = run_ranks(1, random_logits, reference, ["tp1"], 5, 6)[0]
-    others = run_ranks(4, random_logits, reference, ["tp2pp2", "tp2pp2vpp2"], 5)[0]
+    layouts = ["tp2pp2", "tp2pp2vpp2"] if every_case else ["tp2pp2vpp2"]
+    others = run_ranks(4, random_logits, reference, layouts, 5)[0]
     assert float(one.std()) > 0.1
     assert max(float((one - other).abs().max()) for other in others) <= 1e-4
     assert float((one - different).abs().max()) > 0.1

@@ -21,34 +21,41 @@ from reference import FAMILY_CASES, Reference, make_reference
 pytestmark = [pytest.mark.ranks, pytest.mark.one_fork]
 
 
-def load_and_save(path: Path, folder: Path) -> None:
+def save_and_read(path: Path, folder: Path, layout: str) -> dict[str, list[float]]:
+    """Save each format, then read on the same layout. Runs on every rank."""
     from mca_models.megatron import AutoModel
 
-    models = AutoModel.from_pretrained(path, arguments("tp2pp2"))
+    models = AutoModel.from_pretrained(path, arguments(layout))
     models.save_pretrained(folder / "mca")
     models.save_pretrained(folder / "torch_dist", ckpt_format="torch_dist")
+    return read(path, folder, [layout])
 
 
-def reading(paths: list[Path], layout: str) -> list[float]:
-    """Bytes read for each byte held. Runs on every rank."""
+def read(path: Path, folder: Path, layouts: list[str]) -> dict[str, list[float]]:
+    """Return the bytes read for each byte held, of each format by layout. Runs on every rank."""
     from mca_models.megatron import AutoModel
 
-    shares = []
-    for path in paths:
-        model = AutoModel.from_pretrained(path, arguments(layout))
-        shares.append(model.bytes_read / sum(x.numel() * x.element_size() for _, x in model.local_params()))
-    return shares
+    def share(source: Path, layout: str) -> float:
+        model: Any = AutoModel.from_pretrained(source, arguments(layout))
+        held: int = sum(tensor.nbytes for _, tensor in model.local_params())
+        return float(model.bytes_read / held)
+
+    return {
+        layout: [share(source, layout) for source in (path, folder / "mca", folder / "torch_dist")]
+        for layout in layouts
+    }
 
 
 @pytest.mark.cases(0, always=["qwen3_moe"])
 @pytest.mark.parametrize("case", ["qwen3-tied", "qwen3_moe"])
 def test_a_rank_reads_what_it_holds(case: str, tmp_path: Path) -> None:
     reference = make_reference(case, tmp_path)
-    run_ranks(4, load_and_save, reference.path, tmp_path)
-    paths = [reference.path, tmp_path / "mca", tmp_path / "torch_dist"]
-    for layout in ("tp2pp2", "tp2", "pp2vpp2"):
-        for shares in run_ranks(world_size(layout), reading, paths, layout):
-            assert all(0.9 < share <= 1.1 for share in shares), (layout, shares)
+    found = run_ranks(4, save_and_read, reference.path, tmp_path, "tp2pp2")
+    found += run_ranks(2, read, reference.path, tmp_path, ["tp2", "pp2vpp2"])
+    assert len(found) == 6
+    for by_layout in found:
+        for layout, shares in by_layout.items():
+            assert len(shares) == 3 and all(0.9 < share <= 1.1 for share in shares), (layout, shares)
 
 
 def load_untied(path: Path, folder: Path) -> str:
@@ -98,24 +105,24 @@ RANDOM = {
 }
 
 
-def draw(pairs: list[tuple[str, str]], folder: Path, seed: int) -> None:
+def draw(drawn: list[tuple[str, str, int]], folder: Path) -> None:
     """Saves random models. Runs on every rank."""
     from mca_models.megatron import AutoModel
     from mca_models.templates import config_from_hf
 
-    for case, layout in pairs:
+    for case, layout, seed in drawn:
         config = config_from_hf(json.loads((folder / f"{case}-float32" / "config.json").read_text()))
         models = AutoModel.from_config(config, arguments(layout), dtype="bfloat16", seed=seed)
         models.save_pretrained_as_hf(folder / f"{case}-{layout}-{seed}")
 
 
 def test_a_seed_draws_the_same_model_on_every_layout(tmp_path: Path) -> None:
-    pairs = [(case, layout) for case, layouts in RANDOM.items() for layout in layouts]
+    drawn = [(case, layout, 5) for case, layouts in RANDOM.items() for layout in layouts]
+    drawn.append(("qwen3_moe", "tp1", 6))
     for case in RANDOM:
         make_reference(case, tmp_path)
     for size in (1, 2, 4):
-        run_ranks(size, draw, [pair for pair in pairs if world_size(pair[1]) == size], tmp_path, 5)
-    run_ranks(1, draw, [("qwen3_moe", "tp1")], tmp_path, 6)
+        run_ranks(size, draw, [each for each in drawn if world_size(each[1]) == size], tmp_path)
     for case, (first, *others) in RANDOM.items():
         right = tensors_of(tmp_path / f"{case}-{first}-5")
         assert right.keys() >= tensors_of(tmp_path / f"{case}-float32").keys()  # DeepSeek: MTP layers too

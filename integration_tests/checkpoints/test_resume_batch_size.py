@@ -14,7 +14,7 @@ from train_cases import history, make_trainer, quietly, tiny_checkpoint
 
 pytestmark = [pytest.mark.ranks, pytest.mark.one_fork]
 
-SAMPLES, STOP = 23, 5
+SAMPLES, STOP = 13, 3
 RUN = {
     "max_steps": -1,
     "num_train_epochs": 2,
@@ -22,7 +22,7 @@ RUN = {
     "lr_scheduler_type": "linear",
     "gradient_accumulation_steps": 2,
     "save_strategy": "steps",
-    "save_steps": 5,
+    "save_steps": STOP,
 }
 
 
@@ -70,31 +70,31 @@ def run(
 
 def again(checkpoint: Path, output_dir: Path) -> list[dict[str, Any]]:
     """On two ranks: from the checkpoint of one rank, from one of its own, and from the end."""
-    return [run(checkpoint, output_dir, f"checkpoint-{step}") for step in (STOP, 10, 15)]
+    return [run(checkpoint, output_dir, f"checkpoint-{step}") for step in (STOP, 6, 9)]
 
 
 def test_every_sample_comes_once_with_any_batch_size(tmp_path):
     model, output = tiny_checkpoint(tmp_path / "tiny", num_hidden_layers=2), tmp_path / "run"
     (first,) = run_ranks(1, run, model, output, None, STOP)
     assert [len(step) for step in first["seen"]] == [2] * STOP
-    assert first["max_steps"] == 24
+    assert first["max_steps"] == 14
     found = run_ranks(2, again, model, output)
     resumed, own, ended = found[0]
     steps = [sorted(one + other) for one, other in zip(found[0][0]["seen"], found[1][0]["seen"], strict=True)]
-    assert [len(step) for step in steps] == [4, 4, 4, 1, 4, 4, 4, 4, 4, 3]
+    assert [len(step) for step in steps] == [4, 3, 4, 4, 4, 1]
     before = [number for step in first["seen"] for number in step]
-    assert sorted(before + list(chain(*steps[:4]))) == list(range(SAMPLES)), "the rest of the epoch"
-    assert sorted(chain(*steps[4:])) == list(range(SAMPLES)), "a whole epoch"
-    assert resumed["max_steps"] == 15
-    # six steps of four are an epoch; four of them remained, so the schedule goes on at the third of twelve
-    expected = [5e-3 * (12 - step) / 12 for step in range(2, 12)]
+    assert sorted(before + list(chain(*steps[:2]))) == list(range(SAMPLES)), "the rest of the epoch"
+    assert sorted(chain(*steps[2:])) == list(range(SAMPLES)), "a whole epoch"
+    assert resumed["max_steps"] == 9
+    # four steps of four are an epoch; two of them remained, so the schedule goes on at the third of eight
+    expected = [5e-3 * (8 - step) / 8 for step in range(2, 8)]
     assert resumed["learning_rate"][STOP:] == pytest.approx(expected)
-    assert resumed["epoch"][STOP + 3] == 1.0
+    assert resumed["epoch"][STOP + 1] == 1.0
     assert resumed["epoch"][-1] == 2.0
     for key in ("loss", "grad_norm", "learning_rate", "epoch", "max_steps"):
         assert own[key] == resumed[key] == ended[key], "bit for bit after another change of nothing"
     assert ended["seen"] == []
-    assert "none; the checkpoint is at step 15 already, the end of the run" in ended["summary"]
+    assert "none; the checkpoint is at step 9 already, the end of the run" in ended["summary"]
     assert "training loss" not in ended["summary"]
 
 

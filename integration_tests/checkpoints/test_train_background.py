@@ -16,8 +16,8 @@ from train_settings import ASYNC, ZERO
 
 pytestmark = pytest.mark.ranks
 
-TWO = ZERO | {"gradient_accumulation_steps": 1}
 SAVING = ASYNC | {"save_strategy": "steps", "save_steps": 2, "max_steps": 6}
+SAVING |= {"gradient_accumulation_steps": 1}
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def best_and_rotated(checkpoint: Path, output_dir: Path, words: Path) -> dict[st
         "eval_steps": 2,
         "learning_rate": 0.05,
     }
-    trainer = make_trainer(checkpoint, output_dir, **SAVING | TWO | best)
+    trainer = make_trainer(checkpoint, output_dir, **ZERO | SAVING | best)
     writer.install()
     record = recorder(trainer, output_dir, writer)
     trainer.add_callback(record)
@@ -114,7 +114,7 @@ def fails(checkpoint: Path, output_dir: Path, words: Path) -> dict[str, Any]:
     writer = Writer(words, "checkpoint-4")
     writer.open.touch()
     writer.broken.touch()
-    trainer = make_trainer(checkpoint, output_dir, **SAVING | TWO)
+    trainer = make_trainer(checkpoint, output_dir, **ZERO | SAVING)
     writer.install()
     step = trainer.training_step
 

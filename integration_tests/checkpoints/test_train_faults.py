@@ -19,7 +19,7 @@ from train_settings import ASYNC, ZERO
 
 pytestmark = [pytest.mark.ranks, pytest.mark.one_fork]
 
-STEPS = 4
+STEPS = 3
 
 
 @pytest.fixture(scope="module")

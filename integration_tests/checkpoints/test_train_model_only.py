@@ -16,6 +16,7 @@ def model_only(checkpoint: Path, output_dir: Path) -> str:
     from mca_models.checkpoint_kinds import open_checkpoint
 
     saving = {"save_strategy": "steps", "save_steps": 1, "save_only_model": True, "save_total_limit": 2}
+    saving |= {"gradient_accumulation_steps": 1}
     quietly(make_trainer(checkpoint, output_dir, max_steps=4, **saving).train)
     open_checkpoint(output_dir / "checkpoint-4")
     try:
@@ -27,6 +28,7 @@ def model_only(checkpoint: Path, output_dir: Path) -> str:
         "save_only_model": True,
         "save_strategy": "steps",
         "save_steps": 1,
+        "gradient_accumulation_steps": 1,
     }
     quietly(make_trainer(checkpoint, output_dir / "megatron", max_steps=2, **megatron).train)
     for resume in (True, "auto", str(output_dir / "megatron" / "checkpoint-1")):

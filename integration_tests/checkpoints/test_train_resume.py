@@ -82,6 +82,7 @@ def rotate(checkpoint: Path, output_dir: Path) -> dict[str, Any]:
         checkpoint,
         output_dir,
         max_steps=4,
+        gradient_accumulation_steps=1,
         save_strategy="steps",
         save_steps=1,
         eval_strategy="steps",
@@ -265,7 +266,8 @@ def fail_while_saving(checkpoint: Path, output_dir: Path) -> None:
 
     from mca_train.checkpoint import training_state
 
-    trainer = make_trainer(checkpoint, output_dir, max_steps=2, save_strategy="steps", save_steps=1)
+    saving = {"save_strategy": "steps", "save_steps": 1, "gradient_accumulation_steps": 1}
+    trainer = make_trainer(checkpoint, output_dir, max_steps=2, **saving)
     save = training_state.save_rng
 
     def save_once(*where: Any) -> None:
@@ -340,9 +342,10 @@ def test_transformers_loads_what_a_checkpoint_holds_for_it(name, deep, experts, 
 
 
 def logged(checkpoint: Path, output_dir: Path) -> None:
-    trainer = make_trainer(checkpoint, output_dir, max_steps=4, save_strategy="steps", save_steps=2)
+    settings = {"max_steps": 4, "gradient_accumulation_steps": 1}
+    trainer = make_trainer(checkpoint, output_dir, save_strategy="steps", save_steps=2, **settings)
     quietly(trainer.train)
-    again = make_trainer(checkpoint, output_dir, max_steps=4, save_strategy="no")
+    again = make_trainer(checkpoint, output_dir, save_strategy="no", **settings)
     quietly(lambda: again.train(resume_from_checkpoint=str(output_dir / "checkpoint-2")))
 
 

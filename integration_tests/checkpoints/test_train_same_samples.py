@@ -16,7 +16,7 @@ RUN = {
     "max_steps": 3,
     "logging_steps": 5,
     "train_sampling_strategy": "sequential",
-    "gradient_accumulation_steps": 8,
+    "gradient_accumulation_steps": 2,
 }
 
 
@@ -36,7 +36,7 @@ def reported(call: Any) -> str:
 
 
 def given(checkpoint: Path, output: Path) -> dict[str, Any]:
-    """Return the errors of runs of 3 steps of 8 samples with other samples on rank 1, and the losses of evaluations."""
+    """Return the errors of runs of 3 steps of 2 samples with other samples on rank 1, and the losses of evaluations."""
     from mca_train import McaTrainer
 
     class OfRanks(McaTrainer):
@@ -47,22 +47,22 @@ def given(checkpoint: Path, output: Path) -> dict[str, Any]:
             return super().compute_loss(output, batch)
 
     rank = torch.distributed.get_rank()
-    trainer = make_trainer(checkpoint, output, kind=OfRanks, train_dataset=rows(16, 0), **RUN)
+    trainer = make_trainer(checkpoint, output, kind=OfRanks, train_dataset=rows(4, 0), **RUN)
 
     def trained(data: Any) -> str:
         trainer.train_dataset = data
         return reported(trainer.train)
 
     found: dict[str, Any] = {
-        "first": trained(rows(16, 0, rank)),
-        "later": trained(rows(24, 16, rank)),
-        "more": trained(rows(16 + rank, 0)),
-        "same": trained(rows(16, 0)),
+        "first": trained(rows(4, 0, rank)),
+        "later": trained(rows(6, 4, rank)),
+        "more": trained(rows(4 + rank, 0)),
+        "same": trained(rows(4, 0)),
         "evaluated": reported(lambda: trainer.evaluate(rows(2, 0, rank))),
         "evaluated later": reported(lambda: trainer.evaluate(rows(4, 3, rank))),
     }
     trainer.args.data_seed, trainer.args.train_sampling_strategy = 1 + rank, "random"
-    found["seed"] = trained(rows(16, 0))
+    found["seed"] = trained(rows(4, 0))
     return found | {"metrics": quietly(trainer.evaluate), "log": trainer.state.log_history[-1]}
 
 
@@ -76,7 +76,7 @@ def test_ranks_are_given_the_same_samples_and_find_the_same(checkpoint, tmp_path
         "evaluated later": "evaluation",
     }.items():
         assert one[name].startswith(f"{when}: ranks 0 and 1, of one replica, have different samples; "), name
-    assert one["more"].startswith("step 1: rank 0 has 16 samples, rank 1 has 17; ")
+    assert one["more"].startswith("step 1: rank 0 has 4 samples, rank 1 has 5; ")
     assert one["seed"].startswith("step 1: rank 0 has 1 data_seed, rank 1 has 2; ")
     assert one["same"] == "no error"
     assert one["metrics"]["eval_rank"] == one["log"]["eval_rank"] == 0

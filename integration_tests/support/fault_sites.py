@@ -69,6 +69,7 @@ def watched(reported: Path, fault: Fault | None) -> Iterator[None]:
     """Writes to ``reported`` each call of the block, or the one that fails; in the processes that it forks too."""
     roots = os.environ["MCA_FAULT_ROOTS"].split(":")
     calls = itertools.count(1)  # from the fault's site
+    known: set[str] = set()
     log = os.open(reported, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     block = sys._getframe(2).f_code
 
@@ -80,7 +81,8 @@ def watched(reported: Path, fault: Fault | None) -> Iterator[None]:
         site = start + code_of(frame, block)
         if fault is not None and (site != fault.site or next(calls) != fault.nth):
             return 0
-        os.write(log, json.dumps([site, _where(frame)]).encode() + b"\n")
+        os.write(log, json.dumps([site, "" if site in known else _where(frame)]).encode() + b"\n")
+        known.add(site)
         return fault.error if fault else 0
 
     asked = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p)(answer)
@@ -104,7 +106,10 @@ def _library() -> ctypes.CDLL:
 
 
 def heard(reported: Path) -> dict[str, list[str]]:
-    """Return the sites in the order of calls, repeated by their counts; empty if nothing was watched."""
+    """Return the code of each site, in the order of first calls, once for each call; empty if nothing was watched.
+
+    Only the first call of a process says it.
+    """
     found: defaultdict[str, list[str]] = defaultdict(list)
     for line in reported.read_text().splitlines() if reported.exists() else ():
         site, where = json.loads(line)
@@ -119,13 +124,13 @@ def _kind(path: str, roots: list[str]) -> str:
 
 def code_of(frame: Any, block: CodeType | None = None) -> str:
     """Return the path to ``frame`` from the function ``block``: each function, with the line from its beginning."""
-    stack = hashlib.blake2b(digest_size=8)
+    stack = []
     while frame is not None and frame.f_code is not block:
         code = frame.f_code
         line = 0 if code.co_name == "<module>" else (frame.f_lineno or 0) - code.co_firstlineno
-        stack.update(f"{named(code.co_filename)} {code.co_qualname} {line}\n".encode())
+        stack.append(f"{named(code.co_filename)} {code.co_qualname} {line}\n")
         frame = frame.f_back
-    return stack.hexdigest()
+    return hashlib.blake2b("".join(stack).encode(), digest_size=8).hexdigest()
 
 
 @cache

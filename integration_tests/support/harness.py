@@ -54,8 +54,12 @@ MAX_RANKS = 8
 _PR_SET_PDEATHSIG = 1
 _SEED = 1234
 _FRAME = 66_000  # pointers: Python takes a piece of 1 MiB for it, of which half is left
-_IMPORTED = ("datasets", "peft", "torch._dynamo", "mca_config.training", "mca_models.megatron.peft")
-"""What ranks come to import, 1 to 3 s in each anew; torch's first optimizer imports dynamo."""
+_SAVING = "megatron.core.dist_checkpointing.strategies"
+_IMPORTED = (
+    *("datasets", "peft", "torch._dynamo", "mca_config.training", "mca_models.megatron.peft", "ml_dtypes"),
+    *(f"{_SAVING}.torch", f"{_SAVING}.fully_parallel", "torch.utils.serialization"),
+)
+"""Modules that ranks import, 1 to 3 s in each of them; torch's first optimizer imports dynamo."""
 
 
 class RanksFailed(AssertionError):
