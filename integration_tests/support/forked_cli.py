@@ -17,7 +17,11 @@ from harness import run_ranks
 
 
 def launched(
-    command: list[str], stdout: str | None = None, before: Callable[[], None] = lambda: None
+    command: list[str],
+    stdout: str | None = None,
+    before: Callable[[], None] = lambda: None,
+    *,
+    plots: bool = False,
 ) -> "subprocess.CompletedProcess[str]":
     """Runs ``python -m mca_train WORDS``, given as these words; what it printed and its exit code.
 
@@ -25,18 +29,16 @@ def launched(
         command: The words.
         stdout: A file to print to, "|" (a pipe that nobody reads) or "-" (closed); what was printed is not known.
         before: Done in the fork before it starts.
+        plots: Draw the losses at the end of a run: a quarter of its CPU seconds, for a file that few tests look at.
     """
-    import matplotlib.backends.backend_agg
-
     import mca_train.run.train
     import mca_train.trainer.trainer
 
-    assert matplotlib and mca_train.trainer  # so that a run need not import them for its end
-    assert mca_train.run.train
+    assert mca_train.run.train and mca_train.trainer.trainer  # so that a run need not import them
     assert command[:3] == [sys.executable, "-m", "mca_train"]
     with tempfile.TemporaryDirectory() as name:
         (code,) = run_ranks(
-            1, _main, command[3:], Path(name), stdout, before, process_group=False, timeout=240
+            1, _main, command[3:], Path(name), stdout, before, plots, process_group=False, timeout=240
         )
         printed = ["" if stdout else (Path(name) / "stdout").read_text(), (Path(name) / "stderr").read_text()]
     return subprocess.CompletedProcess(command, code, *printed)
@@ -65,7 +67,8 @@ def command(folder: Path, kind: str, name: str, values: dict[str, Any]) -> list[
     return [sys.executable, "-m", "mca_train", kind, str(path)]
 
 
-def _main(words: list[str], folder: Path, stdout: str | None, before: Callable[[], None]) -> int:
+def _main(words: list[str], folder: Path, stdout: str | None, before: Callable[[], None], plots: bool) -> int:
+    import mca_train.run.train
     from mca_train.cli import main
 
     for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
@@ -77,6 +80,8 @@ def _main(words: list[str], folder: Path, stdout: str | None, before: Callable[[
     # where it is closed, a process starts with None
     sys.stdout = None if stdout == "-" else os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    if not plots:
+        mca_train.run.train.plot_losses = lambda history, folder: None
     before()
     try:
         return main(words)
