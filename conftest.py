@@ -78,6 +78,7 @@ capture_root_logger_only()
 settings.register_profile("mca", suppress_health_check=[HealthCheck.too_slow], deadline=None)
 settings.load_profile("mca")  # where others compute beside the tests, time says nothing of them
 gc.disable()  # until all is imported and collected: none of it is garbage
+atexit.register(gc.unfreeze)  # libraries free at exit what they imported: some report what is left
 
 _ON_GPU = os.environ["MCA_DEVICE"] == "cuda"
 _OTHER = {
@@ -148,11 +149,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Gives the tests of a module one group; skips what the chosen device is not for."""
     items.sort(key=partial(_turn, json.loads(DURATIONS.read_text())))  # a stable sort
     for item in items:
+        marks = {mark.name for mark in item.iter_markers()}
         item.add_marker(pytest.mark.xdist_group(item.path.stem))
-        if item.get_closest_marker("ranks") and not item.get_closest_marker("one_fork"):
+        if "ranks" in marks and "one_fork" not in marks:
             item.add_marker(pytest.mark.fork)
         for mark, (skipped, reason) in _OTHER.items():
-            if skipped and item.get_closest_marker(mark):
+            if skipped and mark in marks:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
@@ -175,11 +177,6 @@ def _prepares_megatron(item: pytest.Item) -> bool:
 @cache
 def _calls_prepare(path: Path) -> bool:
     return "platform.prepare()" in path.read_text()
-
-
-def pytest_unconfigure() -> None:
-    """Lets libraries free at exit what they imported: some tell what is left."""
-    gc.unfreeze()
 
 
 def _turn(durations: dict[str, float], item: pytest.Item) -> tuple[float, bool]:
@@ -212,7 +209,7 @@ def pytest_runtest_makereport(
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Add up setup, call and teardown of each test of a module."""
-    SECONDS[Path(report.location[0]).stem] += sum(
+    SECONDS[report.location[0].rpartition("/")[2].removesuffix(".py")] += sum(
         float(value) for name, value in report.user_properties if name == _SPENT and isinstance(value, float)
     )
 

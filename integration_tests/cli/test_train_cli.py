@@ -27,7 +27,7 @@ ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 def test_pretrain_on_two_stages_and_back_to_hugging_face(folder):
     command = config(folder, "pretrain", eval_file=str(folder / "eval.jsonl"), save_hf_model=True)
     layout = ["pipeline_model_parallel_size", "virtual-pipeline-model-parallel-size"]
-    done = forked_cli.launched(command + [word for key in layout for word in (f"--{key}", "2")])
+    done = forked_cli.launched(command + [word for key in layout for word in (f"--{key}", "2")], plots=True)
     assert done.returncode == 0, done.stderr
     assert "evaluation loss" in done.stdout
     found = logs(folder / "pretrain")
@@ -37,6 +37,7 @@ def test_pretrain_on_two_stages_and_back_to_hugging_face(folder):
     (evaluated,) = [log["eval_loss"] for log in found if "eval_loss" in log]
     assert evaluated == pytest.approx(hugging_face_loss(folder, folder / "pretrain" / "hf"), rel=1e-4)
     assert (folder / "pretrain" / "mca_config.json").is_file()
+    assert (folder / "pretrain" / "loss.png").read_bytes().startswith(b"\x89PNG")
     record = json.loads((folder / "pretrain" / "run.json").read_text())
     assert (record["task"], record["world_size"], len(record["plan"]["stages"])) == ("pretrain", 2, 2)
     reported = forked_cli.launched([*command[:3], "report", str(folder / "pretrain")])

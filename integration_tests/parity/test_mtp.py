@@ -3,6 +3,7 @@
 import copy
 import json
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from cases import needed
 from checkpoint_files import read
 from gradients import export_gradient, worst_errors
-from harness import RanksFailed, run_ranks
+from harness import RanksFailed, run_in_turn, run_ranks
 from layouts import arguments, world_size
 from mca_models.megatron import platform
 from parity import TOLERANCE
@@ -48,8 +49,10 @@ def computed(case: str, model: WithPrediction, folder: Path, layouts: Iterable[s
         for parameter in model.parameters():
             parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
     model.save(folder / "expected")
-    for layout in layouts:
-        run_ranks(world_size(layout), run, reference, layout, folder)
+    layouts = list(layouts)
+    for size in sorted({*map(world_size, layouts)}):
+        some = [layout for layout in layouts if world_size(layout) == size]
+        run_in_turn(size, *(partial(run, reference, layout, folder) for layout in some))
     return folder
 
 
@@ -137,9 +140,11 @@ def counted(path: Path) -> int:
 
 
 def test_prediction_layers_can_be_left_out(folder: Path) -> None:
-    for source in ("tp1-mca", "with"):
-        assert run_ranks(1, without, folder / source, folder / "without") == [[]]
-        assert (counted(folder / "with"), counted(folder / "without")) == (1, 0)
+    sources = ("tp1-mca", "with")
+    calls = [partial(without, folder / source, folder / f"without-{source}") for source in sources]
+    assert run_in_turn(1, *calls) == [[[]], [[]]]
+    for source in sources:
+        assert (counted(folder / "with"), counted(folder / f"without-{source}")) == (1, 0)
 
 
 def test_prediction_layers_that_are_not_built_are_not_counted_in_an_export(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ MODELS = (
 LAYOUTS = ("tp1", "tp2sp", "pp2vpp2", "cp2", "ep2", "tp2ep2etp1dp2sp", "cp2tp2sp", "tp2pp2")
 CASES = product(MODELS, LAYOUTS)
 DEFAULT = (
-    *("deepseek_v3-tp2pp2", "qwen3_moe-cp2tp2sp", "mixtral-pp2vpp2"),
+    *("qwen3_moe-cp2tp2sp", "mixtral-pp2vpp2"),
     *("ernie4_5_moe-tp1", "longcat_flash-tp1", "cohere2_moe-tp1", "glm4_moe-ep2"),
 )
 
@@ -302,6 +302,7 @@ def own_choice(path: Path, folder: Path) -> list[list[float]]:
             "train_dataset": data,
             "eval_dataset": data,
             "max_steps": 2,
+            "gradient_accumulation_steps": 2,
             "warmup_steps": 0,
             **TP2,
             **FULL,

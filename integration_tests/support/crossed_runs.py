@@ -71,7 +71,7 @@ def prepared(model: str, root: Path) -> Prepared:
         for asked, names, said in ROWS
     ]
     kinds = files_by_kind(rows, GOOD)
-    kinds["reward"] = kinds["dpo"]
+    kinds["reward"] = [row | {"margin": 0.1} for row in kinds["dpo"]]
     kinds["classify"] = [row | {"label": int(good)} for row, good in zip(kinds["sft"], GOOD, strict=True)]
     for kind, lines in kinds.items():
         (folder / f"{kind}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -168,8 +168,8 @@ def score_losses(kind: str, made: Prepared, path: Path) -> list[float]:
         return values
 
     def rewards() -> torch.Tensor:
-        margins = torch.stack([score(better) - score(worse) for better, worse in made.pairs()])
-        return -torch.nn.functional.logsigmoid(margins).mean()
+        gains = torch.stack([score(better) - score(worse) for better, worse in made.pairs()])
+        return -torch.nn.functional.logsigmoid(gains - 0.1).mean()
 
     def classes() -> torch.Tensor:
         values = torch.stack([score(row) for row in made.rows()])

@@ -1,8 +1,9 @@
-"""``mca-train`` in a fork of this process, which has imported all of it: the ranks that it forks need not.
+"""``mca-train`` or ``mca-convert`` in a fork of this process, which has imported what its ranks need.
 
 Seconds are saved on every rank. Tests of the process itself (signals, launchers, exit) start a real one.
 """
 
+import importlib
 import json
 import logging
 import os
@@ -17,26 +18,30 @@ from harness import run_ranks
 
 
 def launched(
-    command: list[str], stdout: str | None = None, before: Callable[[], None] = lambda: None
+    command: list[str],
+    stdout: str | None = None,
+    before: Callable[[], None] = lambda: None,
+    *,
+    plots: bool = False,
 ) -> "subprocess.CompletedProcess[str]":
-    """Runs ``python -m mca_train WORDS``, given as these words; what it printed and its exit code.
+    """Runs ``python -m mca_train WORDS`` (or ``mca_convert``), given as these words; its output and exit code.
 
     Args:
         command: The words.
         stdout: A file to print to, "|" (a pipe that nobody reads) or "-" (closed); what was printed is not known.
         before: Done in the fork before it starts.
+        plots: Draw the losses at the end of a run: a quarter of its CPU seconds, for a file that few tests look at.
     """
-    import matplotlib.backends.backend_agg
-
     import mca_train.run.train
     import mca_train.trainer.trainer
 
-    assert matplotlib and mca_train.trainer  # so that a run need not import them for its end
-    assert mca_train.run.train
-    assert command[:3] == [sys.executable, "-m", "mca_train"]
+    assert mca_train.run.train and mca_train.trainer.trainer  # so that a run need not import them
+    python, _, program, *words = command
+    assert python == sys.executable
+    importlib.import_module(f"{program}.cli")
     with tempfile.TemporaryDirectory() as name:
         (code,) = run_ranks(
-            1, _main, command[3:], Path(name), stdout, before, process_group=False, timeout=240
+            1, _main, program, words, Path(name), stdout, before, plots, process_group=False, timeout=240
         )
         printed = ["" if stdout else (Path(name) / "stdout").read_text(), (Path(name) / "stderr").read_text()]
     return subprocess.CompletedProcess(command, code, *printed)
@@ -65,8 +70,10 @@ def command(folder: Path, kind: str, name: str, values: dict[str, Any]) -> list[
     return [sys.executable, "-m", "mca_train", kind, str(path)]
 
 
-def _main(words: list[str], folder: Path, stdout: str | None, before: Callable[[], None]) -> int:
-    from mca_train.cli import main
+def _main(
+    program: str, words: list[str], folder: Path, stdout: str | None, before: Callable[[], None], plots: bool
+) -> int:
+    import mca_train.run.train
 
     for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(variable, None)
@@ -77,9 +84,12 @@ def _main(words: list[str], folder: Path, stdout: str | None, before: Callable[[
     # where it is closed, a process starts with None
     sys.stdout = None if stdout == "-" else os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    if not plots:
+        mca_train.run.train.plot_losses = lambda history, folder: None
     before()
     try:
-        return main(words)
+        code: int = importlib.import_module(f"{program}.cli").main(words)
+        return code
     finally:
         sys.stdout = sys.stdout or sys.stderr  # for what comes after
         sys.stdout.flush()

@@ -13,9 +13,9 @@
 is up (gloo, over a file store, no port), RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set,
 Megatron is importable and patched (``platform.prepare()`` ran in the parent), torch has one thread and the
 generators are seeded alike. ``process_group=False`` leaves torch.distributed to the function, as under torchrun.
-Do several checks in one function: a fork costs 0.1 s, starting the groups 0.1 to 0.5 s, a model build little
-more; ``mca_models.megatron.distributed.parallel.start(layout)`` may be called again with another layout of the same
-size.
+Do several checks in one function, or give several to ``run_in_turn``: a fork costs 0.1 s, starting the groups 0.1 to
+0.5 s, a model build little more; ``mca_models.megatron.distributed.parallel.start(layout)`` may be called again with
+another layout of the same size.
 
 If a rank fails, all are killed and ``RanksFailed`` shows the error of the first, then every rank's traceback; on a
 time-out it shows where each rank stood. Ranks also die with the process that forked them. Mark such tests ``ranks``:
@@ -40,7 +40,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import CDLL
 from dataclasses import dataclass
 from datetime import timedelta
@@ -133,6 +133,24 @@ def run_ranks(
             _kill(ranks)
 
 
+def run_in_turn(size: int, *calls: Callable[[], Result], timeout: float = 120) -> list[list[Result]]:
+    """Return the results of each call in rank order, all run on the same ``size`` ranks, each from the same seeds.
+
+    Raises:
+        RanksFailed: As `run_ranks`.
+    """
+    by_rank = run_ranks(size, _call_in_turn, calls, timeout=timeout)
+    return [list(results) for results in zip(*by_rank, strict=True)]
+
+
+def _call_in_turn(calls: Sequence[Callable[[], Result]]) -> list[Result]:
+    found = []
+    for call in calls:
+        _seed_generators()
+        found.append(call())
+    return found
+
+
 @dataclass(frozen=True)
 class _Call:
     """Arguments of one ``run_ranks`` on every rank."""
@@ -221,7 +239,6 @@ def _with_room(fn: Callable[..., Result]) -> Callable[..., Result]:
 
 
 def _environment(call: _Call, number: int) -> None:
-    import numpy as np
     import torch
 
     os.environ.update(
@@ -235,6 +252,13 @@ def _environment(call: _Call, number: int) -> None:
         OMP_NUM_THREADS="1",
     )
     torch.set_num_threads(1)
+    _seed_generators()
+
+
+def _seed_generators() -> None:
+    import numpy as np
+    import torch
+
     random.seed(_SEED)
     np.random.seed(_SEED)
     torch.manual_seed(_SEED)

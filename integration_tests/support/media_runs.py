@@ -12,7 +12,9 @@ import transformers
 
 import forked_cli
 
-STEPS, RATE = 3, 1e-3
+STEPS, RATE = 2, 1e-3
+LEARNED = 0.025 * (STEPS - 1)
+"""Least change of the loss: a run that does not train, or trains little, does not compare the steps."""
 Row = dict[str, torch.Tensor]
 """transformers' inputs for one row, with labels."""
 LAYOUTS = {

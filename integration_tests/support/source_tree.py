@@ -1,6 +1,7 @@
 """The source files of the four packages, and what they import."""
 
 import ast
+import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -80,10 +81,36 @@ def _names(node: ast.AST) -> Iterator[str]:
             yield name
 
 
+def syntax_tree(text: str) -> ast.Module:
+    """Return a new syntax tree of a module; searches for garbage would take three times as long as the parser."""
+    searched = gc.isenabled()
+    gc.disable()
+    try:
+        return ast.parse(text)
+    finally:
+        if searched:
+            gc.enable()
+
+
 @cache
 def parsed(text: str) -> ast.Module:
     """Return the syntax tree of a module, which all checks of a process share: never change it."""
-    return ast.parse(text)
+    return syntax_tree(text)
+
+
+def statements(tree: ast.AST) -> Iterator[ast.AST]:
+    """Yield ``tree`` and the statements in it at any depth, with handlers and cases: a twentieth of all nodes."""
+    waiting = [tree]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        waiting += _statements_in(node)
+
+
+def _statements_in(node: ast.AST) -> list[ast.AST]:
+    """Return the statements, handlers and cases directly in a module or statement."""
+    bodies = ("body", "orelse", "handlers", "finalbody", "cases")
+    return [child for name in bodies for child in getattr(node, name, ())]
 
 
 @cache
@@ -96,6 +123,7 @@ def nodes(text: str) -> tuple[ast.AST, ...]:
 def imports(text: str) -> list[Import]:
     """Every import in a module, wherever it stands; relative ones are ruff's business (TID)."""
     found: list[Import] = []
+    children = ast.iter_child_nodes if "import_module" in text or "__import__" in text else _statements_in
 
     def visit(node: ast.AST, lazy: bool, typing_only: bool) -> None:
         found.extend(Import(name, node.lineno, lazy, typing_only) for name in _names(node))
@@ -106,18 +134,17 @@ def imports(text: str) -> list[Import]:
             for child in node.orelse:
                 visit(child, lazy, typing_only)
             return
-        for child in ast.iter_child_nodes(node):
+        for child in children(node):
             visit(child, lazy, typing_only)
 
     visit(parsed(text), False, False)
     return found
 
 
-@cache
-def defined(text: str) -> set[str]:
+def defined(tree: ast.Module) -> set[str]:
     """The names that a module has once imported, whichever branch sets them; `*` where it makes them itself."""
     names: set[str] = set()
-    waiting: list[ast.AST] = [parsed(text)]
+    waiting: list[ast.AST] = [tree]
     while waiting:
         for node in ast.iter_child_nodes(waiting.pop()):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):

@@ -12,7 +12,19 @@ from pathlib import Path
 import pytest
 from tools.qualified import BEGIN, END, written
 
-from source_tree import PACKAGES, ROOT, SOURCES, Source, defined, imports, nodes, parsed, report
+from source_tree import (
+    PACKAGES,
+    ROOT,
+    SOURCES,
+    Source,
+    defined,
+    imports,
+    nodes,
+    parsed,
+    report,
+    statements,
+    syntax_tree,
+)
 
 MAX_FILE_LINES = 600
 
@@ -33,16 +45,19 @@ def too_long(source: Source) -> list[str]:
     """The file, and each function in it, over the limit."""
     lines = len(source.text.splitlines())
     problems = [f"{source.module} has {lines} lines"] if lines > MAX_FILE_LINES else []
-    for node in nodes(source.text):
+    for node in statements(parsed(source.text)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             if (own := _own_lines(node)) > MAX_FUNCTION_LINES:
                 problems.append(f"{source.module}:{node.lineno} {node.name} has {own} lines")
     return problems
 
 
+_MAY_PRINT = re.compile(r"\bprint\s*\(")
+
+
 def prints(source: Source) -> list[str]:
     """Calls of print outside the command lines (modules named `cli`)."""
-    if "cli" in source.module.split(".") or "print" not in source.text:
+    if "cli" in source.module.split(".") or not _MAY_PRINT.search(source.text):
         return []
     return [
         f"{source.module}:{node.lineno} prints"
@@ -86,11 +101,11 @@ def _beside_the_sources() -> list[list[Source]]:
     ]
 
 
-def missing_names(source: Source, modules: dict[str, set[str]]) -> list[str]:
+def missing_names(module: str, tree: ast.Module, modules: dict[str, set[str]]) -> list[str]:
     """Return the names that `from module import name` would not find, anywhere in the file."""
     return [
-        f"{source.module}:{node.lineno} {node.module} has no {alias.name}"
-        for node in nodes(source.text)
+        f"{module}:{node.lineno} {node.module} has no {alias.name}"
+        for node in statements(tree)
         if isinstance(node, ast.ImportFrom) and node.module in modules
         for alias in node.names
         if not {alias.name, "*"} & modules[node.module] and f"{node.module}.{alias.name}" not in modules
@@ -125,11 +140,12 @@ def test_exports_are_sorted_and_unique():
 
 def test_what_tests_and_tools_import_is_there():
     """Some of them are collected only where a tool is installed, and import only in the middle of a run."""
-    ours = {source.module: defined(source.text) for source in SOURCES}
+    ours = {source.module: defined(parsed(source.text)) for source in SOURCES}
     problems = []
     for folder in _beside_the_sources():
-        modules = ours | {source.module: defined(source.text) for source in folder}
-        problems += [missing_names(source, modules) for source in folder]
+        trees = {source.module: syntax_tree(source.text) for source in folder}
+        modules = ours | {module: defined(tree) for module, tree in trees.items()}
+        problems += [missing_names(module, tree, modules) for module, tree in trees.items()]
     assert not report(iter(problems))
 
 
@@ -209,17 +225,21 @@ def test_a_print_is_caught_except_in_a_command_line():
 
 
 def test_an_import_that_finds_nothing_is_caught():
-    modules = {
-        "a": defined("if X:\n    b, (c, *d) = e = 1\nelse:\n    from os import path as f\n"),
-        "a.g": set(),
-    }
-    there = "from a import b, c, d, e, f, g\n"
-    assert not missing_names(Source("m", there), modules)
-    assert missing_names(Source("m", "def f():\n    from a import h\n"), modules) == ["m:2 a has no h"]
-    assert missing_names(Source("m", "from a import (\n    b as h,  # c\n    i as b,\n)\n"), modules) == [
-        "m:1 a has no i"
-    ]
-    assert not missing_names(Source("m", "from a import h"), {"a": defined("def __getattr__(name): ...")})
+    text = "if X:\n    b, (c, *d) = e = 1\nelse:\n    from os import path as f\n"
+    modules = {"a": defined(ast.parse(text)), "a.g": set()}
+
+    def missing(text: str) -> list[str]:
+        return missing_names("m", ast.parse(text), modules)
+
+    assert not missing("from a import b, c, d, e, f, g\n")
+    for place in ("def f():\n    {}", "class A:\n  def f(self):\n    if x: {}", "try: pass\nexcept A:\n  {}"):
+        assert missing(place.format("from a import h")) == [f"m:{place.count(chr(10)) + 1} a has no h"]
+    assert missing("match x:\n  case 1:\n    from a import h") and missing("for x in y:\n  from a import h")
+    assert missing("with x:\n  pass\nwhile x:\n  pass\nelse:\n  from a import h")
+    assert missing("try:\n  pass\nfinally:\n  from a import h")
+    assert missing("from a import (\n    b as h,  # c\n    i as b,\n)\n") == ["m:1 a has no i"]
+    modules["a"] = defined(ast.parse("def __getattr__(name): ..."))
+    assert not missing("from a import h")
 
 
 @pytest.mark.parametrize(

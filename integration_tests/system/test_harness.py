@@ -1,10 +1,12 @@
 """The harness itself: results in order, tracebacks shown, nothing left behind."""
 
+import gc
 import os
 import resource
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +88,19 @@ def test_no_rank_is_left_behind() -> None:
     assert not [line for line in children if "ps " not in line and "[ps]" not in line and "pytest" in line]
 
 
+def _exit_functions() -> list[Callable[..., Any]]:
+    found: list[Callable[..., Any]] = []
+    harness.atexit.register = found.append  # type: ignore[assignment]  # of this rank alone
+    harness.prepare_parent.__wrapped__()
+    return found
+
+
+def test_what_the_parent_froze_is_freed_at_its_exit() -> None:
+    """Otherwise nanobind reports leaks."""
+    assert run_ranks(1, _exit_functions, process_group=False) == [[gc.unfreeze]]
+
+
+@pytest.mark.qualify
 def test_the_parent_ends_without_reports_of_leaks() -> None:
     code = "import harness; harness.prepare_parent()"
     folder = Path(harness.__file__).parent

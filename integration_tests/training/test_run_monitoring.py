@@ -37,14 +37,14 @@ def stopped_in_an_evaluation(
                 os.kill(os.getpid(), signal.SIGTERM)
 
     def run(resume: str | None, callback: Any) -> Any:
-        trainer = make_trainer(checkpoint, output_dir, eval_dataset=samples(40, seed=9), **changes)
+        trainer = make_trainer(checkpoint, output_dir, eval_dataset=samples(20, seed=9), **changes)
         trainer.callback_handler.callbacks[:0] = [LastEvaluation(trainer), callback]
         quietly(lambda: trainer.train(resume_from_checkpoint=resume))
         return trainer
 
     first = run(None, Stop())
     assert first.watch.stopped
-    assert len(asked) < 10, "of 20 steps"
+    assert len(asked) < 10, "of 10 steps"
     assert not history(first, "eval_loss")
     names = [path.name for path in output_dir.glob("checkpoint-*")]
     assert names == [f"checkpoint-{step}"], "though save_strategy is no"

@@ -15,8 +15,7 @@ import torch
 import transformers
 
 from cases import Case, as_params, product
-from media_runs import RATE, STEPS, run_training
-from pages import not_printed, printed_in
+from media_runs import LEARNED, RATE, STEPS, run_training
 
 pytest.importorskip("av")
 pytest.importorskip("torchvision")
@@ -201,14 +200,14 @@ def _expected(
     return losses, model
 
 
-@pytest.mark.cases(0, always=["qwen3_omni_moe-one"])
+@pytest.mark.cases(0)  # by default parts of the same rows train at several rates
 @pytest.mark.parametrize("case", as_params(product(MODELS, tuple(LAYOUTS))))
 def test_every_medium_trains_as_in_transformers(case: Case, root: Path) -> None:
     folder = folder_of(case.model, root)
     losses, model = _expected(folder)
     logs = run_training(folder, case.layout, *LAYOUTS[case.layout], seq_length=1024)
     assert [log["loss"] for log in logs] == pytest.approx(losses, rel=1e-5)
-    assert abs(losses[-1] - losses[0]) > 0.05
+    assert abs(losses[-1] - losses[0]) > LEARNED
     saved = transformers.AutoModelForMultimodalLM.from_pretrained(folder / case.layout / "hf")
     theirs = dict(saved.named_parameters())
     # a twentieth of a step: where a gradient is next to nothing, Adam makes a step of its rounding errors
@@ -227,7 +226,7 @@ def test_the_sound_of_videos_trains_as_in_transformers(case: Case, root: Path) -
     words = ("--train_file", str(folder / "sound.jsonl"), "--use_audio_in_video", "--save_hf_model", "false")
     logs = run_training(folder, f"sound-{case.layout}", *words, *LAYOUTS[case.layout], seq_length=1024)
     assert [log["loss"] for log in logs] == pytest.approx(losses, rel=1e-5)
-    assert abs(losses[-1] - losses[0]) > 0.05
+    assert abs(losses[-1] - losses[0]) > LEARNED
     assert [log["image_tokens"] for log in logs] == [_counted(folder, "image", "video")] * STEPS
     assert [log["audio_tokens"] for log in logs] == [_counted(folder, "audio")] * STEPS
 
@@ -251,7 +250,7 @@ RATES = {
 PART_CASES = [Case(model, layout, (kind,)) for model in MODELS for layout in LAYOUTS for kind in PARTS]
 
 
-@pytest.mark.cases(0, always=["qwen2_5_omni-tp2sp-vision-frozen"])
+@pytest.mark.cases(0, always=["qwen3_omni_moe-tp2sp-vision-frozen"])
 @pytest.mark.parametrize(
     "case",
     as_params(PART_CASES),
@@ -265,10 +264,6 @@ def test_parts_train_at_their_own_rates_as_in_transformers(case: Case, root: Pat
     name = f"{case.layout}-{kind}"
     logs = run_training(folder, name, *words, *LAYOUTS[case.layout], seq_length=1024)
     assert [log["loss"] for log in logs] == pytest.approx(losses, rel=1e-5)
-    if case.model == "qwen2_5_omni":
-        shown = printed_in("vision.md", "Omni models").replace("runs/omni/", f"{folder / name}/")
-        assert "Hugging Face model" in shown
-        assert not not_printed(shown, (folder / f"{name}.out").read_text())
     first, before, theirs = (
         dict(each.named_parameters())
         for each in (

@@ -16,6 +16,7 @@ import transformers
 from cases import Case, as_params, product
 from media_runs import (
     LAYOUTS,
+    LEARNED,
     Row,
     adamw_losses,
     answer_log_prob,
@@ -133,7 +134,7 @@ def _expected(folder: Path) -> tuple[list[float], Any]:
     return adamw_losses(model, lambda: -sum(answer_log_prob(model, row) for row in rows) / count), model
 
 
-@pytest.mark.cases(0, always=["qwen2_5_vl-one", "qwen3_vl-tp2sp"])
+@pytest.mark.cases(0, always=["qwen3_vl-tp2sp"])
 @pytest.mark.parametrize("case", as_params(product(MODELS, tuple(LAYOUTS))))
 def test_clips_train_as_in_transformers(case: Case, root: Path) -> None:
     folder = folder_of(case.model, root)
@@ -141,7 +142,7 @@ def test_clips_train_as_in_transformers(case: Case, root: Path) -> None:
     workers = ("--dataloader_num_workers", "1") if case.layout == "one" else ()
     logs = run_training(folder, case.layout, *LAYOUTS[case.layout], *workers)
     assert [log["loss"] for log in logs] == pytest.approx(losses, rel=1e-5)
-    assert abs(losses[-1] - losses[0]) > 0.05
+    assert abs(losses[-1] - losses[0]) > LEARNED
     theirs = dict(load_model(folder / case.layout / "hf").named_parameters())
     # a twentieth of a step: where a gradient is next to nothing, Adam makes a step of its rounding errors; those of a
     # delta net are 1e-5

@@ -8,10 +8,10 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
-from typing import Any, Literal, NoReturn, TypeVar, get_args, get_type_hints
+from typing import Any, Literal, NoReturn, TypeVar, get_args
 
 from mca_config.errors import McaError, UsageError, raise_problems
-from mca_config.fields import TypeHint, alternatives, cast, hint_origin
+from mca_config.fields import TypeHint, alternatives, cast, hint_origin, type_hints
 from mca_config.printable import INDENT, first_line, suggestion, terminal_width
 from mca_config.types import JsonObject, Typed
 
@@ -187,7 +187,7 @@ def add_arguments(
     Absent flags are not in the namespace, so that the dataclass's defaults apply. The metadata of a field may have its
     ``help`` and the placeholder of its ``value``; an empty ``value`` makes a flag without a value.
     """
-    hints = get_type_hints(cls)
+    hints = type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
     for name in fields if names is None else names:
         settings = _flag_settings(hints[name], fields[name].metadata.get("value"))

@@ -2,15 +2,16 @@
 
 import json
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import tiny_hf
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
 
 from mca_config.errors import McaError
 from mca_config.model_config import McaModelConfig
@@ -29,10 +30,17 @@ def checkpoint(request: Any, tmp_path_factory: Any) -> Path:
     return tiny_hf.save(request.param, tmp_path_factory.mktemp(request.param))
 
 
-def params_of(directory: Path, names: set[str]) -> list[Param]:
+@lru_cache(maxsize=1)
+def load(directory: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of the checkpoint, which its tests share."""
+    return safetensors.torch.load_file(directory / "model.safetensors")
+
+
+@lru_cache(maxsize=1)
+def params_of(directory: Path) -> list[Param]:
     config = config_from_hf(tiny_hf.read_config(directory))
     family = get_family(config.model_type)
-    return family.params(family.with_checkpoint_names(config, names))
+    return family.params(family.with_checkpoint_names(config, load(directory).keys()))
 
 
 def test_every_family_has_a_case() -> None:
@@ -40,15 +48,14 @@ def test_every_family_has_a_case() -> None:
 
 
 def test_names_are_exactly_those_of_the_checkpoint(checkpoint: Path) -> None:
-    tensors = load_file(checkpoint / "model.safetensors")
-    params = params_of(checkpoint, set(tensors))
+    tensors, params = load(checkpoint), params_of(checkpoint)
     assert {name for param in params for name in param.hf_names()} == set(tensors)
     mca = [param.mca_name() for param in params]
     assert len(mca) == len(set(mca))
 
 
 def test_shapes_follow_from_the_configuration(checkpoint: Path) -> None:
-    tensors = load_file(checkpoint / "model.safetensors")
+    tensors = load(checkpoint)
     config = config_from_hf(tiny_hf.read_config(checkpoint))
     family = get_family(config.model_type)
     found = family.with_checkpoint_names(config, tensors.keys())
@@ -60,8 +67,8 @@ def test_shapes_follow_from_the_configuration(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_round_trip_is_bit_exact_in_numpy_and_torch(checkpoint: Path, size: int) -> None:
-    tensors = load_file(checkpoint / "model.safetensors")
-    for param in params_of(checkpoint, set(tensors)):
+    tensors = load(checkpoint)
+    for param in params_of(checkpoint):
         source = [tensors[name] for name in param.hf_names()]
         pieces = [param.to_mca(source, rank, size) for rank in range(size)]
         as_numpy = [param.to_mca([x.numpy() for x in source], rank, size) for rank in range(size)]
@@ -271,9 +278,9 @@ UNREAD = {
 @pytest.mark.parametrize("case", UNREAD)
 def test_published_tensors_that_transformers_passes_over(case: str, tmp_path: Path) -> None:
     directory = tiny_hf.save(case, tmp_path)
-    tensors = load_file(directory / "model.safetensors")
+    tensors = load(directory)
     more = {name: torch.zeros(3) for name in UNREAD[case]}
-    save_file({**tensors, **more}, directory / "model.safetensors", {"format": "pt"})
+    safetensors.torch.save_file({**tensors, **more}, directory / "model.safetensors", {"format": "pt"})
     transformers.AutoModelForCausalLM.from_pretrained(directory)
     known = {name for param in open_checkpoint(directory).params for name in param.hf_names()}
     assert known == tensors.keys()
@@ -297,9 +304,9 @@ CARRIED = {
 @pytest.mark.parametrize("case", CARRIED)
 def test_prediction_layers_that_are_not_built_are_carried(case: str, tmp_path: Path, caplog: Any) -> None:
     directory = tiny_hf.save(case, tmp_path)
-    tensors = load_file(directory / "model.safetensors")
+    tensors = load(directory)
     more = {name: torch.zeros(3, 2) for name in CARRIED[case]}
-    save_file({**tensors, **more}, directory / "model.safetensors", {"format": "pt"})
+    safetensors.torch.save_file({**tensors, **more}, directory / "model.safetensors", {"format": "pt"})
     transformers.AutoModelForCausalLM.from_pretrained(directory)
     source = open_checkpoint(directory)
     shapes = {name: full_shape(param, source.config) for param in source.params for name in param.hf_names()}

@@ -15,7 +15,7 @@ from mca_train.config.early_arguments import (
     check_rates,
     check_schedule_settings,
     checked_steps,
-    metric_schedules,
+    metric_schedule,
     schedule_problem,
 )
 
@@ -180,7 +180,7 @@ def schedule_problems(training: "TrainingArguments") -> Iterator[str]:
     schedule = training.lr_scheduler_type.value
     function = TYPE_TO_SCHEDULER_FUNCTION[training.lr_scheduler_type]
     try:
-        check_schedule_settings(metric_schedules().get(training.lr_scheduler_type.name, function), settings)
+        check_schedule_settings(metric_schedule(training.lr_scheduler_type.name) or function, settings)
         with warnings.catch_warnings(action="ignore"):
             rate = LearningRate(training, steps)
         rate.check(steps)

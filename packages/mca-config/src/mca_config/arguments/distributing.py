@@ -9,11 +9,11 @@ import functools
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal, get_args, get_type_hints
+from typing import Literal, get_args
 
 from mca_config.arguments import _additional
 from mca_config.errors import McaError, raise_problems
-from mca_config.fields import cast
+from mca_config.fields import cast, type_hints
 from mca_config.layout import ParallelLayout, RankGrid
 from mca_config.types import JsonObject, Typed, Values
 
@@ -45,7 +45,7 @@ def coerce_options(args: object, cls: type) -> None:
 
     YAML reads ``1e-4`` as a string, so a string with a number is converted for a float field.
     """
-    hints = get_type_hints(cls)
+    hints = type_hints(cls)
     for name in cls.__annotations__:
         value = getattr(args, name)
         if isinstance(value, str) and float in get_args(hints[name]):

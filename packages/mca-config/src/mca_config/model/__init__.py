@@ -6,6 +6,7 @@ Every flat field name belongs to one section or to the model itself.
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from mca_config.model.attention import Attention, BlockSparseAttention, Dsa, Mla, SharedKv
 from mca_config.model.block import Block, Mlp, Norm
@@ -38,7 +39,7 @@ class Entry:
     key: str | None = None
     absent: tuple[object, ...] = (None,)
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """Names of the section's fields."""
         return tuple(field.name for field in dataclasses.fields(self.cls))  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ never parsed, so completeness of a checkpoint is equality of two sets of names.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from enum import Enum
 from functools import cached_property
 from itertools import product
@@ -156,5 +156,14 @@ def expand_rules(
     rules: Sequence[Param], *, layers: Iterable[int], experts: Iterable[int | None] = (None,)
 ) -> Iterator[Param]:
     """``rules`` for every layer and expert, in that order."""
+    found = [(type(rule), _field_values(rule)) for rule in rules]
     for layer, expert in product(layers, list(experts)):
-        yield from (replace(rule, layer=layer, expert=expert) for rule in rules)
+        for kind, values in found:
+            param = object.__new__(kind)  # models have 100,000: `replace` takes four times as long
+            vars(param).update(values, layer=layer, expert=expert)
+            yield param
+
+
+def _field_values(rule: Param) -> dict[str, object]:
+    """Return the values of the fields of ``rule``, without the names that it has computed from them."""
+    return {field.name: getattr(rule, field.name) for field in fields(rule)}

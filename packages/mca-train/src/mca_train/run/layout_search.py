@@ -141,7 +141,7 @@ def _problems(
         settings = make_settings(task, {**without_layout(values), **changes}, "--search")
     except McaError as error:
         return tuple(list_problems(error))
-    return check(task, settings, lambda *_: gpus, target).impossible
+    return check(task, settings, lambda *_: gpus, target, machine=False).impossible
 
 
 def render(best: Best, batch: str, gpus: int, hardware: Hardware, shortage: str | None) -> str:

@@ -95,6 +95,8 @@ def check(
     settings: Settings,
     ranks: Callable[[LaunchArguments, ParallelLayout], int] = local_world_size,
     target: "Target | None" = None,
+    *,
+    machine: bool = True,
 ) -> Findings:
     """Find all problems of a run without reading weights or rows.
 
@@ -103,10 +105,11 @@ def check(
         settings: Its arguments.
         ranks: Function that returns the number of ranks; by default that of a start on this machine.
         target: Hardware of the ranks; None: this machine.
+        machine: Apply the rules about files, directories and packages of this machine.
     """
     platform.prepare()  # before anything below imports Megatron
     impossible = [problem for rule in KEYS for problem in rule(task, settings)]
-    missing = [problem for rule in MACHINE for problem in rule(task, settings)]
+    missing = [problem for rule in MACHINE for problem in rule(task, settings)] if machine else []
     run = None
     try:
         run, unread = _read_run(task, settings, ranks)

@@ -165,13 +165,13 @@ class NormedResidual:
 
     def __call__(self, training: bool, fused: bool) -> AddToResidual:
         """Return the function that Megatron calls with an output, its bias and the residual."""
-        inner, (kept, added) = self._add(training, fused), self._factors
+        kept, added = self._factors
+        inner = scaled_residual(self._add, added)(training, fused)
 
         def add(x_with_bias: WithBias, residual: Tensor, dropout: float) -> Tensor:
             normal, self._saved = self._saved, None
             assert normal is not None, "Megatron calls the norm before it adds"
-            x, bias = x_with_bias
-            return inner((x * added, None if bias is None else bias * added), normal * kept, dropout)
+            return inner(x_with_bias, normal * kept, dropout)
 
         return add
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from mca_config.model_config import McaModelConfig
 from mca_models.megatron.features.feature import Feature
-from mca_models.megatron.layers.sharded import cut_parameter
+from mca_models.megatron.layers.sharded import cut_parameter, replicated_parameter
 from mca_models.megatron.types import GptModel, MegatronConfig, WithBias
 
 
@@ -26,8 +26,7 @@ class ClassificationHead(torch.nn.Module):
         self.sequence_parallel: bool = megatron.sequence_parallel
 
         def make(*shape: int) -> torch.nn.Parameter:
-            parameter = torch.nn.Parameter(torch.empty(*shape, dtype=megatron.params_dtype))
-            parameter.sequence_parallel = megatron.sequence_parallel  # type: ignore[attr-defined]
+            parameter = replicated_parameter(torch.empty(*shape, dtype=megatron.params_dtype), megatron)
             parameter.is_embedding_or_output_parameter = True  # type: ignore[attr-defined]
             return parameter
 

@@ -21,7 +21,8 @@ from mca_models.megatron.features.feature import (
     shared_expert_overlap_problems,
 )
 from mca_models.megatron.features.norms import PostNorm
-from mca_models.megatron.types import MarkedParameter, MegatronConfig
+from mca_models.megatron.layers.sharded import replicated_parameter
+from mca_models.megatron.types import MegatronConfig
 
 
 @cache
@@ -37,8 +38,8 @@ def with_dense_mlp(expert_layer: type) -> type:
             self.dense_layernorm, self.dense_post_layernorm = _norms(config)
             self.experts_layernorm, self.experts_post_layernorm = _norms(config)
             self.epsilon = epsilon
-            self.router_scale = _replicated(torch.ones(size, dtype=config.params_dtype), config)
-            self.expert_scale = _replicated(
+            self.router_scale = replicated_parameter(torch.ones(size, dtype=config.params_dtype), config)
+            self.expert_scale = replicated_parameter(
                 torch.ones(config.num_moe_experts, dtype=config.params_dtype), config
             )
 
@@ -74,14 +75,6 @@ def with_dense_mlp(expert_layer: type) -> type:
 def _norms(config: MegatronConfig) -> tuple[PostNorm, PostNorm]:
     size, epsilon = config.hidden_size, config.layernorm_epsilon
     return PostNorm(config, size, epsilon), PostNorm(config, size, epsilon)
-
-
-def _replicated(values: Tensor, config: MegatronConfig) -> torch.nn.Parameter:
-    """Return a replicated parameter, whose gradient sequence-parallel ranks sum."""
-    parameter: MarkedParameter = torch.nn.Parameter(values)
-    parameter.sequence_parallel = config.sequence_parallel
-    marked: torch.nn.Parameter = parameter
-    return marked
 
 
 def _spec(context: Context) -> SpecChanges:

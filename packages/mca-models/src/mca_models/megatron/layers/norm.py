@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm, rms_norm
 
-from mca_models.megatron.types import MarkedParameter, MegatronConfig
+from mca_models.megatron.layers.sharded import replicated_parameter
+from mca_models.megatron.types import MegatronConfig
 
 
 class Norm(torch.nn.Module):
@@ -34,10 +35,7 @@ class Norm(torch.nn.Module):
         self.bias = self._parameter(config, 0.0) if self.centred and self.has_bias else None
 
     def _parameter(self, config: MegatronConfig, value: float) -> torch.nn.Parameter:
-        weight: MarkedParameter = torch.nn.Parameter(torch.full(self.shape, value, dtype=config.params_dtype))
-        weight.sequence_parallel = config.sequence_parallel
-        parameter: torch.nn.Parameter = weight
-        return parameter
+        return replicated_parameter(torch.full(self.shape, value, dtype=config.params_dtype), config)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize ``x``; return its dtype."""

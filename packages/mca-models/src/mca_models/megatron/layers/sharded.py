@@ -53,16 +53,23 @@ def cut_parameter(shape: tuple[int, ...], dtype: torch.dtype) -> torch.nn.Parame
     return cut
 
 
+def replicated_parameter(values: Tensor, config: MegatronConfig) -> torch.nn.Parameter:
+    """Return a replicated parameter, whose gradient Megatron sums over sequence-parallel ranks."""
+    parameter: MarkedParameter = torch.nn.Parameter(values)
+    parameter.sequence_parallel = config.sequence_parallel
+    replicated: torch.nn.Parameter = parameter
+    return replicated
+
+
 class ReplicatedLinear(ShardedModule):
     """``x W^T`` with the full W on every tensor rank; a sequence-parallel input stays sharded."""
 
     def __init__(self, input_size: int, output_size: int, *, config: MegatronConfig, **_: object) -> None:
         super().__init__()
         self.config = config
-        self.weight = torch.nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype))
-        # with sequence parallelism each tensor rank sees its own tokens: Megatron sums the gradients
-        weight: MarkedParameter = self.weight
-        weight.sequence_parallel = config.sequence_parallel
+        self.weight = replicated_parameter(
+            torch.empty(output_size, input_size, dtype=config.params_dtype), config
+        )
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         """Map ``[..., in]`` to ``[..., out]``; the bias is None."""
