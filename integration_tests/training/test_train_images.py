@@ -199,8 +199,8 @@ def test_all_parts_train_as_in_transformers(folder: Path) -> None:
 def test_the_same_on_four_ranks_packed_and_resumed(folder: Path) -> None:
     losses, model = _expected(folder)
     packed = (*PACKS, "--sequence_packing", "true", "--seq_length", "96")
-    saving = ("--save_strategy", "steps", "--save_steps", "2")
-    _trained(folder, "four", *ALL, *SPLIT, *packed, *saving, "--max_steps", "2")
+    saving = ("--save_strategy", "steps", "--save_steps", "1")
+    _trained(folder, "four", *ALL, *SPLIT, *packed, *saving, "--max_steps", "1")
     logs = _trained(folder, "four", *ALL, *SPLIT, *packed, *saving, "--resume_from_checkpoint", "auto")
     assert [log["loss"] for log in logs] == pytest.approx(losses, rel=1e-5)
     assert _worst(folder / "four" / "hf", model)[0] < 2e-5
