@@ -6,10 +6,12 @@ import struct
 import subprocess
 import sys
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from forked_cli import launched
 from harness import run_ranks
 from hub_server import TOKEN, Hub, serving
 from train_cases import tiny_checkpoint
@@ -59,6 +61,23 @@ def _environment(hub: Hub, cache: Path, **others: str) -> dict[str, str]:
 
 
 def _convert(hub: Hub, cache: Path, *words: str, **others: str) -> "subprocess.CompletedProcess[str]":
+    """Run ``mca-convert`` in a fork, with the constants that the variables of the environment set in a new process."""
+    before = partial(_enter, str(cache), hub.address, others)
+    return launched([sys.executable, "-m", "mca_convert", *words], before=before)
+
+
+def _enter(cache: str, address: str, others: dict[str, str]) -> None:
+    from huggingface_hub import constants
+
+    os.chdir(cache)
+    os.environ.update(others)
+    hub_cache = f"{cache}/hub"
+    vars(constants).update(_settings(hub_cache, address) | {"HF_HUB_OFFLINE": "HF_HUB_OFFLINE" in others})
+
+
+def _converted_by_process(
+    hub: Hub, cache: Path, *words: str, **others: str
+) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "mca_convert", *words]
     environment = {key: value for key, value in _environment(hub, cache, **others).items() if value}
     environment.pop("HF_HUB_OFFLINE", None) if "HF_HUB_OFFLINE" not in others else None
@@ -142,7 +161,7 @@ def test_an_adapter_is_fetched_by_its_id_and_merged(hub, folders, tmp_path):
 
 
 def test_a_conversion_fetches_what_it_needs_and_then_works_offline(hub, folders, tmp_path):
-    done = _convert(hub, tmp_path, "--checkpoint_path", "org/model", "--output_path", "mca")
+    done = _converted_by_process(hub, tmp_path, "--checkpoint_path", "org/model", "--output_path", "mca")
     assert done.returncode == 0, done.stderr
     assert "Fetching" not in done.stderr, "a bar where no terminal is"
     fetched = {

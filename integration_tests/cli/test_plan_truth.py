@@ -124,7 +124,7 @@ def evaluations(folder: Path) -> list[tuple[int, int]]:
 
     found = []
     for changes in EVALUATED:
-        run = prepared(folder, "sft", changes | {"per_device_eval_batch_size": 8}, 1)
+        run = prepared(folder, "sft", changes | {"per_device_eval_batch_size": 4}, 1)
         subject = replace(make_plan_input(run, "local"), evaluated=True)
         (stage,) = plan_layout(subject, run.settings.training, run.layout, 1).stages
         modes = Modes(Tracker(ModuleNames()))

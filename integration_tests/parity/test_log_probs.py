@@ -107,7 +107,7 @@ def computed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 DEFAULT = (
-    *("qwen3-tied-cp2tp2sp", "llama-pp2vpp2dp2", "gemma2-tp2pp2"),
+    *("qwen3-tied-cp2tp2sp", "llama-pp2vpp2", "gemma2-tp2pp2"),
     "qwen3_moe-tp2ep2etp1dp2sp",
 )
 

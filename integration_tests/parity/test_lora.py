@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from case_tables import TRAINED_ADAPTER_CASES
-from cases import Case, as_params, group_by_layout, needed
+from cases import Case, as_params, group_for_forks, needed
 from harness import run_ranks
 from layouts import arguments
 from lora_cases import CASES
@@ -83,9 +83,9 @@ def ours(
     """Return mca's figures of each case."""
     folder = tmp_path_factory.mktemp("trained")
     found: Found = {}
-    for layout, cases in group_by_layout(needed(request)).items():
+    for cases in group_for_forks(needed(request)):
         jobs = [
-            (theirs[case.model]["base"], theirs[case.model]["adapter"], layout, folder / case.id)
+            (theirs[case.model]["base"], theirs[case.model]["adapter"], case.layout, folder / case.id)
             for case in cases
         ]
         for rank in run_ranks(cases[0].num_ranks, run_cases, jobs, timeout=300):

@@ -3,7 +3,7 @@
 import pytest
 
 from case_tables import ADAPTER_GRADIENTS
-from cases import Case, as_params, group_by_layout, needed
+from cases import Case, as_params, group_for_forks, needed
 from harness import run_ranks
 from lora_cases import CASES
 from lora_gradients import TOLERANCE, WIDER, Expected, Found, assert_equal_pefts, expected_of, gradients
@@ -23,8 +23,8 @@ def expected(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 def found(request: pytest.FixtureRequest, expected: dict[str, Expected]) -> dict[Case, Found]:
     """Return rank 0's figures of each case."""
     made: dict[Case, Found] = {}
-    for layout, cases in group_by_layout(needed(request)).items():
-        jobs = [(expected[case.model].base, expected[case.model].adapter, layout) for case in cases]
+    for cases in group_for_forks(needed(request)):
+        jobs = [(expected[case.model].base, expected[case.model].adapter, case.layout) for case in cases]
         first, *_ = run_ranks(cases[0].num_ranks, gradients, jobs, timeout=300)
         made |= dict(zip(cases, first, strict=True))
     return made

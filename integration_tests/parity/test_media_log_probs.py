@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from case_tables import MEDIA_LOG_PROBS
-from cases import Case, as_params, group_by_layout, needed, skip_unsupported
+from cases import Case, as_params, group_for_forks, needed, skip_unsupported
 from harness import run_ranks
 from layouts import arguments
 from mca_config.errors import McaError
@@ -33,16 +33,17 @@ def expected(logits: Tensor, input_ids: Tensor) -> Tensor:
     return torch.cat([torch.zeros(len(input_ids), 1), chosen], 1)
 
 
-def compute(work: list[tuple[str, Path, Tensor]], layout: str) -> list[str | Differences]:
-    """Return the differences of each model, or the error that mca raises. Runs on every rank."""
+def compute(work: dict[Case, tuple[str, Path, Tensor]]) -> dict[Case, str | Differences]:
+    """Return the differences of each case, or the error that mca raises. Runs on every rank."""
     from mca_models.megatron import AutoModel
 
-    found: list[str | Differences] = []
-    for case, path, logits in work:
+    found: dict[Case, str | Differences] = {}
+    for case, (model, path, logits) in work.items():
         try:
-            found.append(differences(AutoModel.from_pretrained(path, arguments(layout)), case, logits))
+            models = AutoModel.from_pretrained(path, arguments(case.layout))
+            found[case] = differences(models, model, logits)
         except McaError as error:
-            found.append(str(error))
+            found[case] = str(error)
     return found
 
 
@@ -77,11 +78,10 @@ def computed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     cases, folder = needed(request), tmp_path_factory.mktemp("log_probs")
     work = {model: reference(model, folder) for model in {case.model for case in cases}}
     found: Computed = {}
-    for layout, group in group_by_layout(cases).items():
-        ranks = run_ranks(
-            group[0].num_ranks, compute, [work[case.model] for case in group], layout, timeout=600
-        )
-        found |= {case: [rank[number] for rank in ranks] for number, case in enumerate(group)}
+    for group in group_for_forks(cases):
+        given = {case: work[case.model] for case in group}
+        ranks = run_ranks(group[0].num_ranks, compute, given, timeout=600)
+        found |= {case: [rank[case] for rank in ranks] for case in group}
     return found
 
 
@@ -150,16 +150,17 @@ FAULTS = {
 }
 
 
-def compute_with(fault: str, work: list[tuple[str, Path, Tensor]]) -> list[str | Differences]:
+def compute_with(fault: str, work: dict[Case, tuple[str, Path, Tensor]]) -> list[str | Differences]:
     """Return the differences with a fault planted. Runs on one rank."""
     FAULTS[fault][0]()
-    return compute(work, "tp1")
+    return [*compute(work).values()]
 
 
 @pytest.mark.cases(0)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_caught(fault: str, tmp_path: Path) -> None:
-    work = [reference(FAULTS[fault][1], tmp_path)]
+    model = FAULTS[fault][1]
+    work = {Case(model, "tp1"): reference(model, tmp_path)}
     (((found,)),) = run_ranks(1, compute_with, fault, work)
     assert isinstance(found, dict)
     assert found["rows"] > 100 * ALLOWED, found

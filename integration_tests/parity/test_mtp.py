@@ -3,8 +3,8 @@
 import copy
 import json
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,8 +13,8 @@ from torch.nn.functional import cross_entropy
 
 from cases import needed
 from checkpoint_files import read
-from gradients import export_gradient, worst_errors
-from harness import RanksFailed, run_ranks
+from gradients import export_gradient, export_gradient_of, worst_errors
+from harness import RanksFailed, run_in_turn, run_ranks
 from layouts import arguments, world_size
 from mca_models.megatron import platform
 from parity import TOLERANCE
@@ -48,8 +48,10 @@ def computed(case: str, model: WithPrediction, folder: Path, layouts: Iterable[s
         for parameter in model.parameters():
             parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
     model.save(folder / "expected")
-    for layout in layouts:
-        run_ranks(world_size(layout), run, reference, layout, folder)
+    layouts = list(layouts)
+    for size in sorted({*map(world_size, layouts)}):
+        some = [layout for layout in layouts if world_size(layout) == size]
+        run_in_turn(size, *(partial(run, reference, layout, folder) for layout in some))
     return folder
 
 
@@ -64,12 +66,12 @@ def run(reference: Reference, layout: str, folder: Path) -> None:
     """Exports the model unchanged, its gradients, and checks its logits. Runs on every rank."""
     from mca_models.megatron import AutoModel
 
-    settings: dict[str, Any] = {"mtp_loss_scaling_factor": SCALE}
+    settings = {"mtp_loss_scaling_factor": SCALE, "calculate_per_token_loss": True, "moe_aux_loss_coeff": 0.0}
     model = AutoModel.from_pretrained(reference.path, arguments(layout, **settings))
     assert float((model.logits(reference.input_ids) - reference.logits).abs().max()) <= 1e-4
     model.save_pretrained_as_hf(folder / f"{layout}-hf")
     model.save_pretrained(folder / f"{layout}-mca")
-    export_gradient(reference, layout, folder / f"{layout}-gradients", **settings)
+    export_gradient_of(model, reference, folder / f"{layout}-gradients")
 
 
 @pytest.mark.cases(0, always=["tp2sp", "pp2vpp2ep2"])
@@ -137,9 +139,11 @@ def counted(path: Path) -> int:
 
 
 def test_prediction_layers_can_be_left_out(folder: Path) -> None:
-    for source in ("tp1-mca", "with"):
-        assert run_ranks(1, without, folder / source, folder / "without") == [[]]
-        assert (counted(folder / "with"), counted(folder / "without")) == (1, 0)
+    sources = ("tp1-mca", "with")
+    calls = [partial(without, folder / source, folder / f"without-{source}") for source in sources]
+    assert run_in_turn(1, *calls) == [[[]], [[]]]
+    for source in sources:
+        assert (counted(folder / "with"), counted(folder / f"without-{source}")) == (1, 0)
 
 
 def test_prediction_layers_that_are_not_built_are_not_counted_in_an_export(tmp_path: Path) -> None:

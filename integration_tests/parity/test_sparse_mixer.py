@@ -4,6 +4,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,7 +15,7 @@ from torch import Tensor
 from transformers.models.phimoe import modeling_phimoe
 
 from gradients import export_gradient, worst_errors
-from harness import run_ranks
+from harness import run_in_turn, run_ranks
 from layouts import arguments, world_size
 from mca_models.megatron.features import sparse_mixer
 from parity import TOLERANCE
@@ -160,8 +161,8 @@ def test_tensor_ranks_draw_for_their_own_tokens(tmp_path: Path) -> None:
 def test_what_is_computed_again_is_drawn_again_alike(tmp_path: Path) -> None:
     each = make_reference(CASE, tmp_path)
     again = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    (plain,) = run_ranks(1, routed, each, "tp1")
-    (twice,) = run_ranks(1, routed, each, "tp1", **again)
+    calls = (partial(routed, each, "tp1"), partial(routed, each, "tp1", **again))
+    (plain,), (twice,) = run_in_turn(1, *calls)
     first = twice.experts[: len(plain.experts)]
     assert all(torch.equal(a, b) for a, b in zip(plain.experts, first, strict=True))
     largest = float(plain.gradient.abs().max())

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from balance_reference import BIAS_RATE, COEFFICIENTS, PER_MICRO_BATCH, expected
 from cases import needed
 from checkpoint_files import read
 from gradients import worst_errors
-from harness import run_ranks
+from harness import run_in_turn, run_ranks
 from parity import TOLERANCE
 from prediction import SCALE, deepseek_with_prediction
 from train_cases import arguments, history, quietly, sparse_checkpoint
@@ -298,15 +299,10 @@ def dealt(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dealt")
     plain = sparse_checkpoint(folder / "plain", norm_topk_prob=False)
     biased = deepseek_with_prediction().save(folder / "biased")
-    for time, more in (("once", BIASED), ("again", {})):
-        runs = [(plain, {name: DP | settings for name, settings in DEALT.items()}), (biased, more)]
-        run_ranks(2, gradients_of, runs, folder / time)
+    cases = {name: DP | settings for name, settings in DEALT.items()}
+    runs = ((plain, "once", cases), (biased, "once", BIASED), (plain, "again", cases))
+    run_in_turn(2, *(partial(all_gradients, path, folder / time, some) for path, time, some in runs))
     return folder
-
-
-def gradients_of(runs: list[tuple[Path, dict[str, Settings]]], folder: Path) -> None:
-    for checkpoint, cases in runs:
-        all_gradients(checkpoint, folder, cases)
 
 
 def test_what_depends_on_how_tokens_are_dealt_is_the_same_every_time(dealt: Path) -> None:

@@ -20,7 +20,7 @@ from train_cases import arguments, history, quietly
 
 pytestmark = pytest.mark.ranks
 
-STEPS, ROWS, LENGTH = 3, 8, 24
+STEPS, ROWS, LENGTH = 3, 4, 24
 RATE, CLIP, EPSILON = 1e-2, 0.3, 1e-3  # norms are about 1; a large epsilon keeps noise from being a step
 LORA = {
     "r": 4,

@@ -86,7 +86,7 @@ def with_megatron(checkpoint: Path, output_dir: Path, **changes: Any) -> dict[st
 @pytest.mark.parametrize(
     ("tied", "steps", "changes"),
     [
-        (False, 15, {}),
+        (False, 9, {}),
         (False, 50, {}),
         (True, 5, {}),
         (False, 5, {"optim": "sgd", "learning_rate": 0.3}),

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from harness import run_ranks
+from harness import run_in_turn, run_ranks
 from loss_curves import worst
 from memory import MIB, peak
 from prediction import deepseek_with_prediction
@@ -27,7 +28,7 @@ from train_cases import (
 
 pytestmark = pytest.mark.ranks
 
-STEPS, SAMPLES = 3, 8
+STEPS, SAMPLES = 3, 6
 WHOLE = {"max_steps": STEPS, "train_sampling_strategy": "sequential", "count": SAMPLES}  # all in each step
 PLAIN = WHOLE | {"gradient_accumulation_steps": SAMPLES}
 PACKED = WHOLE | {"gradient_accumulation_steps": SAMPLES, "sequence_packing": True}
@@ -42,8 +43,17 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def unpacked(checkpoint, tmp_path_factory):
-    return run_ranks(1, train_losses, checkpoint, tmp_path_factory.mktemp("out"), **PLAIN)[0]
+def unpacked_and_leaking(checkpoint, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("out")
+    plain = partial(train_losses, checkpoint, folder / "plain", **PLAIN)
+    return [
+        losses for (losses,) in run_in_turn(1, plain, partial(leaking_losses, checkpoint, folder / "leak"))
+    ]
+
+
+@pytest.fixture(scope="module")
+def unpacked(unpacked_and_leaking):
+    return unpacked_and_leaking[0]
 
 
 @pytest.mark.cases(0, always=["cp2"])
@@ -64,8 +74,8 @@ def leaking_losses(checkpoint: Path, output: Path) -> dict[str, list[float]]:
     return train_losses(checkpoint, output, **PACKED)
 
 
-def test_the_comparison_sees_sequences_that_leak(unpacked, checkpoint, tmp_path):
-    found = run_ranks(1, leaking_losses, checkpoint, tmp_path)[0]
+def test_the_comparison_sees_sequences_that_leak(unpacked_and_leaking):
+    unpacked, found = unpacked_and_leaking
     assert worst(unpacked["loss"], found["loss"]) > 1e-4
 
 
@@ -151,11 +161,20 @@ def chunked_losses(checkpoint: Path, output: Path, **changes: Any) -> dict[str, 
 
 def test_losses_in_chunks_are_the_same(tmp_path, every_case):
     tied = tiny_checkpoint(tmp_path / "tied", tie_word_embeddings=True, vocab_size=131, num_hidden_layers=2)
-    whole = run_ranks(1, chunked_losses, tied, tmp_path / "whole", **TIED)[0]
-    assert whole["rows"][0] >= 32
     chosen = CHUNKED if every_case else {name: CHUNKED[name] for name in ("single", "packed-cp2")}
-    for name, (size, changes) in chosen.items():
-        found = run_ranks(size, chunked_losses, tied, tmp_path / name, **(TIED | changes))
+    runs = {"whole": (1, {}), **chosen}
+    results = {}
+    for number in sorted({size for size, _ in runs.values()}):
+        some = {name: changes for name, (size, changes) in runs.items() if size == number}
+        calls = [
+            partial(chunked_losses, tied, tmp_path / name, **(TIED | changes))
+            for name, changes in some.items()
+        ]
+        results |= dict(zip(some, run_in_turn(number, *calls), strict=True))
+    (whole,) = results["whole"]
+    assert whole["rows"][0] >= 32
+    for name, (_, changes) in chosen.items():
+        found = results[name]
         assert worst(whole["loss"], found[0]["loss"]) < 1e-5, name
         assert worst(whole["grad_norm"], found[0]["grad_norm"]) < 1e-4, name
         assert worst(whole["eval_loss"], found[0]["eval_loss"]) < 1e-5, name
@@ -349,11 +368,11 @@ def fused_gradients(dtype: torch.dtype) -> float:
     return float((mine.grad - expected).abs().max() / expected.abs().max())
 
 
-@pytest.mark.parametrize(
-    ("dtype", "error"), [(torch.float32, 1e-6), (torch.float16, 1e-3), (torch.bfloat16, 8e-3)]
-)
-def test_the_fused_cross_entropy_has_the_gradients_of_its_dtype(dtype, error):
-    assert max(run_ranks(2, fused_gradients, dtype)) < error
+def test_the_fused_cross_entropy_has_the_gradients_of_its_dtype():
+    allowed = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+    found = run_in_turn(2, *(partial(fused_gradients, dtype) for dtype in allowed))
+    for (dtype, error), ranks in zip(allowed.items(), found, strict=True):
+        assert max(ranks) < error, dtype
 
 
 def sequences(count: int, *, targets: bool = True) -> list[Any]:

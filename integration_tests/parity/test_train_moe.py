@@ -1,6 +1,8 @@
 """Experts, MLA and MTP layers train alike on every layout, and their losses are logged apart."""
 
 import json
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,7 @@ import pytest
 import tiny_hf
 import tiny_vision
 
-from harness import run_ranks
+from harness import run_in_turn, run_ranks
 from reference import make_reference
 from train_cases import arguments, history, quietly, sparse_checkpoint, tiny_checkpoint, tokens
 
@@ -59,8 +61,12 @@ def test_losses_equal_the_single_process_run(case, tmp_path):
     settings, layouts = CASES[case]
     single = run_ranks(1, losses, checkpoint, tmp_path / "one", **settings)[0]
     assert len(single["loss"]) == 2
-    for name, (size, changes) in layouts.items():
-        found = run_ranks(size, losses, checkpoint, tmp_path / name, **(settings | changes))
+    assert {size for size, _ in layouts.values()} == {2}
+    calls = [
+        partial(losses, checkpoint, tmp_path / name, **(settings | changes))
+        for name, (_, changes) in layouts.items()
+    ]
+    for name, found in zip(layouts, run_in_turn(2, *calls), strict=True):
         for key in ("loss", "grad_norm", "eval_loss", "mtp_1_loss"):
             assert worst(single[key], found[0][key]) < 1e-4, (name, key)
         assert all(rank["loss"] == found[0]["loss"] for rank in found)
@@ -94,27 +100,24 @@ def predicting(checkpoint: Path, output: Path, **changes: Any) -> dict[str, list
 
 def test_mtp_losses_are_logged_apart_and_packing_and_recomputation_change_nothing(tmp_path):
     checkpoint = make_reference("deepseek_v3", tmp_path).path
-    single = run_ranks(1, predicting, checkpoint, tmp_path / "one")[0]
+    one = partial(predicting, checkpoint, tmp_path / "one")
+    in_packs = partial(predicting, checkpoint, tmp_path / "packed", sequence_packing=True)
+    (single,), (packed,) = run_in_turn(1, one, in_packs)
     assert len(single["mtp_1_loss"]) == 2
     assert single["mtp_1_loss"] != single["loss"]
-    packed = {"sequence_packing": True}
-    others: dict[str, tuple[int, dict[str, Any]]] = {
-        "packed": (1, packed),
-        "pp2-packed-recomputed": (2, {"pipeline_model_parallel_size": 2} | packed | RECOMPUTE),
-    }
-    for name, (size, changes) in others.items():
-        for rank in run_ranks(size, predicting, checkpoint, tmp_path / name, **changes):
-            for key in ("loss", "grad_norm", "mtp_1_loss"):
-                assert worst(single[key], rank[key]) < 1e-4, (name, key)
+    changes = {"pipeline_model_parallel_size": 2, "sequence_packing": True} | RECOMPUTE
+    staged = run_ranks(2, predicting, checkpoint, tmp_path / "staged", **changes)
+    for rank in (packed, *staged):
+        for key in ("loss", "grad_norm", "mtp_1_loss"):
+            assert worst(single[key], rank[key]) < 1e-4, key
 
 
 BALANCED = {"moe_aux_loss_coeff": 0.4, "moe_z_loss_coeff": 0.02, "moe_router_load_balancing_type": "aux_loss"}
 WEIGHED = {
-    "single": (1, {}),
-    "tp2-sp": (2, SP),
-    "cp2": (2, {"context_parallel_size": 2}),
-    "recomputed": (1, RECOMPUTE),
+    1: {"single": {}, "recomputed": RECOMPUTE},
+    2: {"tp2-sp": SP, "cp2": {"context_parallel_size": 2}},
 }
+"""Settings of runs on so many ranks."""
 
 
 def answers(count: int) -> Any:
@@ -184,10 +187,11 @@ def one_layer(folder: Path) -> Path:
 
 def test_experts_losses_weigh_what_hugging_faces_do(tmp_path):
     checkpoint = one_layer(tmp_path / "one")
-    (theirs,) = run_ranks(1, balanced_in_plain_torch, checkpoint)
-    for name, (size, changes) in WEIGHED.items():
-        for ours in run_ranks(size, balanced, checkpoint, tmp_path / name, **changes):
-            for key, values in theirs.items():
+    theirs = balanced_in_plain_torch(checkpoint)
+    for size, runs in WEIGHED.items():
+        calls = [partial(balanced, checkpoint, tmp_path / name, **changes) for name, changes in runs.items()]
+        for name, ranks in zip(runs, run_in_turn(size, *calls), strict=True):
+            for ours, (key, values) in product(ranks, theirs.items()):
                 # the z-loss of a log is the mean of the ranks' means, whose tokens differ in number
                 allowed = 8e-2 if key == "moe_z_loss" and size > 1 else 1e-4
                 assert worst(values, ours[key]) < allowed, (name, key, values, ours[key])

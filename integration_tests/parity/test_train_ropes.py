@@ -76,7 +76,7 @@ def one_step_of_hugging_face(checkpoint: Path, lengths: tuple[int, ...]) -> tupl
 def test_a_step_is_that_of_each_sample_by_itself(name: str, tmp_path: Path) -> None:
     case, lengths, size, changes = RUNS[name]
     checkpoint = reference.make_reference(case, tmp_path).path
-    (theirs,) = run_ranks(1, one_step_of_hugging_face, checkpoint, lengths)
+    theirs = one_step_of_hugging_face(checkpoint, lengths)
     for ours in run_ranks(size, one_step, checkpoint, tmp_path / "run", lengths, **changes):
         assert ours == pytest.approx(theirs, rel=1e-5)  # fp32, summed in another order: 2e-7
 
@@ -129,7 +129,7 @@ def test_what_a_model_is_asked_is_that_of_each_sample_by_itself(tmp_path: Path) 
     """With two tensor ranks rows are filled up from 15 to 16 tokens, beyond the original context of 15."""
     checkpoint = reference.make_reference("phi3-of-15", tmp_path).path
     lengths = (15, 24)
-    (theirs,) = run_ranks(1, asked_of_hugging_face, checkpoint, lengths)
+    theirs = asked_of_hugging_face(checkpoint, lengths)
     for size, layout in ((1, "tp1"), (2, "tp2-sp")):
         for ours in run_ranks(size, asked, checkpoint, lengths, layout):
             for name, values in ours.items():

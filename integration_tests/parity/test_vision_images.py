@@ -13,7 +13,7 @@ import torch
 
 import vision_reference
 from case_tables import IMAGES
-from cases import Case, as_params, group_by_layout, needed
+from cases import Case, as_params, group_for_forks, needed
 from checkpoint_files import read
 from gradients import worst_errors
 from harness import run_ranks
@@ -24,6 +24,7 @@ from vision_passes import (
     DENSE,
     SPARSE,
     VIDEOS,
+    compute_each,
     compute_gradients,
     forward_backward,
     of_all_parts,
@@ -43,9 +44,9 @@ def computed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     cases, folder = needed(request), tmp_path_factory.mktemp("images")
     references = {model: mixed(model, folder) for model in {case.model for case in cases}}
     ranks: dict[Case, list[Any]] = {}
-    for layout, group in group_by_layout(cases).items():
-        work = [references[case.model] for case in group]
-        for rank in run_ranks(group[0].num_ranks, compute_gradients, work, layout, folder, timeout=300):
+    for group in group_for_forks(cases):
+        work = {case: references[case.model] for case in group}
+        for rank in run_ranks(group[0].num_ranks, compute_each, work, folder, timeout=300):
             for case, found in zip(group, rank, strict=True):
                 ranks.setdefault(case, []).append(found)
     return folder, references, ranks
@@ -59,10 +60,10 @@ def computed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         *(
             "qwen2_5_vl-video-cp2packed",
             "qwen3_vl-video-tp2sp",
-            "qwen2_audio-tp2cp2packed-sp",
+            "qwen2_audio-cp2packed",
             "qwen3_omni_moe_thinker-cp2packed",
         ),
-        *("gemma4-31b-tp2cp2packed-sp", "gemma4-e2b-video-tp2sp", "gemma4_unified-pp2"),
+        *("gemma4-31b-cp2packed", "gemma4-e2b-video-tp2sp", "gemma4_unified-pp2"),
     ],
 )
 @pytest.mark.parametrize("case", as_params(IMAGES))

@@ -72,6 +72,18 @@ def group_by_ranks(cases: Iterable[Case]) -> dict[int, list[Case]]:
     return groups
 
 
+def group_for_forks(cases: Iterable[Case], most: int = 24) -> list[list[Case]]:
+    """Return groups of at most ``most`` cases of one number of ranks, those of one layout next to each other.
+
+    A fork of a rank costs as much as a model on it, starting the process groups of another layout a tenth.
+    """
+    groups = (
+        [case for of_layout in group_by_layout(of_size).values() for case in of_layout]
+        for of_size in group_by_ranks(cases).values()
+    )
+    return [group[first : first + most] for group in groups for first in range(0, len(group), most)]
+
+
 def skip_unsupported(request: pytest.FixtureRequest, error: str) -> NoReturn:
     """Skip a case whose layout the model does not support; a case that runs by default may not be one."""
     assert request.node.get_closest_marker("qualify"), f"runs by default: {error}"

@@ -76,11 +76,12 @@ IMAGES = {
     "text_config": DENSE
     | {
         "model_type": "qwen3_vl_text",
+        "num_hidden_layers": 2,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]},
     },
     "vision_config": {
         "model_type": "qwen3_vl_vision",
-        "depth": 3,
+        "depth": 2,
         "hidden_size": 32,
         "intermediate_size": 64,
         "num_heads": 2,

@@ -1,8 +1,9 @@
-"""``mca-train`` in a fork of this process, which has imported all of it: the ranks that it forks need not.
+"""``mca-train`` or ``mca-convert`` in a fork of this process, which has imported what its ranks need.
 
 Seconds are saved on every rank. Tests of the process itself (signals, launchers, exit) start a real one.
 """
 
+import importlib
 import json
 import logging
 import os
@@ -23,7 +24,7 @@ def launched(
     *,
     plots: bool = False,
 ) -> "subprocess.CompletedProcess[str]":
-    """Runs ``python -m mca_train WORDS``, given as these words; what it printed and its exit code.
+    """Runs ``python -m mca_train WORDS`` (or ``mca_convert``), given as these words; its output and exit code.
 
     Args:
         command: The words.
@@ -35,10 +36,12 @@ def launched(
     import mca_train.trainer.trainer
 
     assert mca_train.run.train and mca_train.trainer.trainer  # so that a run need not import them
-    assert command[:3] == [sys.executable, "-m", "mca_train"]
+    python, _, program, *words = command
+    assert python == sys.executable
+    importlib.import_module(f"{program}.cli")
     with tempfile.TemporaryDirectory() as name:
         (code,) = run_ranks(
-            1, _main, command[3:], Path(name), stdout, before, plots, process_group=False, timeout=240
+            1, _main, program, words, Path(name), stdout, before, plots, process_group=False, timeout=240
         )
         printed = ["" if stdout else (Path(name) / "stdout").read_text(), (Path(name) / "stderr").read_text()]
     return subprocess.CompletedProcess(command, code, *printed)
@@ -67,9 +70,10 @@ def command(folder: Path, kind: str, name: str, values: dict[str, Any]) -> list[
     return [sys.executable, "-m", "mca_train", kind, str(path)]
 
 
-def _main(words: list[str], folder: Path, stdout: str | None, before: Callable[[], None], plots: bool) -> int:
+def _main(
+    program: str, words: list[str], folder: Path, stdout: str | None, before: Callable[[], None], plots: bool
+) -> int:
     import mca_train.run.train
-    from mca_train.cli import main
 
     for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(variable, None)
@@ -84,7 +88,8 @@ def _main(words: list[str], folder: Path, stdout: str | None, before: Callable[[
         mca_train.run.train.plot_losses = lambda history, folder: None
     before()
     try:
-        return main(words)
+        code: int = importlib.import_module(f"{program}.cli").main(words)
+        return code
     finally:
         sys.stdout = sys.stdout or sys.stderr  # for what comes after
         sys.stdout.flush()

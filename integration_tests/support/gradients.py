@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from cases import Case, group_by_layout
+from cases import Case, group_for_forks
 from checkpoint_files import read
 from harness import run_ranks
 from layouts import arguments
@@ -96,6 +96,11 @@ def compute(references: list[Reference], layout: str, folder: Path, **settings: 
     return found
 
 
+def compute_each(references: dict[Case, Reference], folder: Path) -> list[Found]:
+    """Return what `compute` finds for each case. Runs on every rank."""
+    return [compute([reference], case.layout, folder)[0] for case, reference in references.items()]
+
+
 def export_gradient(reference: Reference, layout: str, path: Path, **settings: Any) -> None:
     """The gradients of one forward and backward pass, exported as if they were weights."""
     export_gradient_of(_model(reference, layout, **settings), reference, path)
@@ -178,9 +183,9 @@ def compute_all(cases: Sequence[Case], folder: Path) -> Computed:
     for reference in references.values():
         expected_gradients(reference, folder)
     computed = Computed(folder, {})
-    for layout, group in group_by_layout(cases).items():
-        models = [references[case.model] for case in group]
-        for rank in run_ranks(group[0].num_ranks, compute, models, layout, folder, timeout=300):
+    for group in group_for_forks(cases):
+        work = {case: references[case.model] for case in group}
+        for rank in run_ranks(group[0].num_ranks, compute_each, work, folder, timeout=300):
             for case, found in zip(group, rank, strict=True):
                 computed.by_rank.setdefault(case, []).append(found)
     return computed

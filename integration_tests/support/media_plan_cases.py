@@ -24,7 +24,7 @@ MODELS: dict[str, Values] = {
         "scale_factor": 2,
         "tie_word_embeddings": False,
         "text_config": LLAMA,
-        "vision_config": TOWER | {"model_type": "idefics3_vision", "image_size": 448},
+        "vision_config": TOWER | {"model_type": "idefics3_vision", "image_size": 448, "num_hidden_layers": 4},
     },
     "joined tiles": {
         "model_type": "llava_next",

@@ -11,7 +11,7 @@ from harness import run_ranks
 from layouts import arguments
 from reference import Reference, make_reference
 
-LENGTHS = (8, 16, 4, 12)
+LENGTHS = (8, 16, 4)
 
 
 def packed(models: Any, rows: list[torch.Tensor]) -> torch.Tensor:
@@ -57,11 +57,11 @@ def compare(reference: Reference, layout: str, **settings: Any) -> tuple[float, 
     from mca_models.megatron import AutoModel
 
     models = AutoModel.from_pretrained(reference.path, arguments(layout, **settings))
-    rows = [reference.input_ids[i % 3, :length] for i, length in enumerate(LENGTHS)]
+    rows = [reference.input_ids[i, :length] for i, length in enumerate(LENGTHS)]
     one, one_grad = logits_and_gradient(models, rows, together=True)
     many, many_grad = logits_and_gradient(models, rows, together=False)
     whole = max(
-        float((models.logits(row[None]).cpu() - reference.logits[i % 3, : len(row)]).abs().max())
+        float((models.logits(row[None]).cpu() - reference.logits[i, : len(row)]).abs().max())
         for i, row in enumerate(rows)
     )
     scale = float(many_grad.abs().max())

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from cases import Case
 from layouts import arguments
 from vision_reference import LENGTH, ROWS, Mixed, batch_of
 
@@ -221,6 +222,11 @@ def compute_gradients(
         except Exception as error:  # the same on every rank: go on with the other models
             found.append(f"{type(error).__name__}: {error}")
     return found
+
+
+def compute_each(work: dict[Case, Mixed], folder: Path) -> list[str | list[float]]:
+    """Return what `compute_gradients` finds for each case. Runs on every rank."""
+    return [compute_gradients([reference], case.layout, folder)[0] for case, reference in work.items()]
 
 
 def _one(reference: Mixed, layout: str, path: Path, settings: dict[str, Any]) -> list[float]:

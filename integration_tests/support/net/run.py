@@ -2,6 +2,7 @@
 
 import collections
 import importlib
+import math
 import os
 import tempfile
 import traceback
@@ -21,8 +22,8 @@ from net.truth import Truth, make
 
 TOGETHER, AHEAD = 12, 60
 """Cases for one set of processes at most, and of all sizes for which the truth is made first."""
-AT_ONCE = 3
-"""Processes that make truths."""
+AT_ONCE, IN_EACH = 3, 12
+"""Processes that make truths, and truths for which another one is worth its start."""
 FOR_RANKS = (
     "mca_train.trainer.trainer",
     "mca_models.megatron.peft",
@@ -107,10 +108,9 @@ def _together(cases: list[Case]) -> Iterator[Verdict]:
 def _truths(cases: list[Case], folder: Path) -> list[Truth | str]:
     if not cases:
         return []
-    of_each = run_ranks(
-        AT_ONCE, _make_some, cases, folder, timeout=120 + 15 * len(cases), process_group=False
-    )
-    return [of_each[index % AT_ONCE][index // AT_ONCE] for index in range(len(cases))]
+    size = min(AT_ONCE, math.ceil(len(cases) / IN_EACH))
+    of_each = run_ranks(size, _make_some, cases, folder, timeout=120 + 15 * len(cases), process_group=False)
+    return [of_each[index % size][index // size] for index in range(len(cases))]
 
 
 def _make_some(cases: list[Case], folder: Path) -> list[Truth | str]:
@@ -119,7 +119,7 @@ def _make_some(cases: list[Case], folder: Path) -> list[Truth | str]:
 
     logging.disable(logging.WARNING)
     found: list[Truth | str] = []
-    for case in cases[int(os.environ["RANK"]) :: AT_ONCE]:
+    for case in cases[int(os.environ["RANK"]) :: int(os.environ["WORLD_SIZE"])]:
         if (reason := lacking(case.base, case.changes)) is not None:
             found.append(reason)
             continue

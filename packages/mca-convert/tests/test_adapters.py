@@ -34,14 +34,20 @@ CASES = {
 }
 
 
-@pytest.fixture(params=sorted(CASES))
-def pair(request, tiny, tmp_path: Path) -> tuple[Path, Path]:
-    """A base model and an adapter, none of whose tensors is zero."""
-    base = tiny(request.param)
+@pytest.fixture(scope="module", params=sorted(CASES))
+def saved(request, tiny, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    base, adapter = tiny(request.param), tmp_path_factory.mktemp("saved")
     config = peft.LoraConfig(r=3, lora_alpha=8, init_lora_weights=False, **CASES[request.param])
     model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
-    model.save_pretrained(tmp_path / "adapter")
-    return base, tmp_path / "adapter"
+    model.save_pretrained(adapter)
+    return base, adapter
+
+
+@pytest.fixture
+def pair(saved: tuple[Path, Path], tmp_path: Path) -> tuple[Path, Path]:
+    """A base model and a copy of an adapter, none of whose tensors is zero."""
+    base, adapter = saved
+    return base, shutil.copytree(adapter, tmp_path / "adapter")
 
 
 def run(*arguments: object) -> None:

@@ -504,7 +504,11 @@ def bound_linears(model: Any) -> None:
 
 def save(case: str, directory: Path, dtype: str = "float32", **different: Any) -> Path:
     """Writes the checkpoint of ``case`` to ``directory``."""
-    model = model_of(case, **different)
+    return save_model(model_of(case, **different), directory, dtype)
+
+
+def save_model(model: Any, directory: Path, dtype: str = "float32") -> Path:
+    """Writes the checkpoint of ``model`` to ``directory``."""
     for tensor in [*model.parameters(), *tiny_hf.saved_buffers(model)]:  # not tables of complex numbers
         tensor.data = tensor.data.to(getattr(torch, dtype))
     model.save_pretrained(directory)

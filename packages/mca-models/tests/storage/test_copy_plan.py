@@ -167,11 +167,11 @@ def test_replicated_shapes_of_every_rank(shape: tuple[int, ...]) -> None:
 def test_large_tensors_take_few_moves() -> None:
     qkv = GroupedHeads(heads=(16, 1, 1), head_dim=128)
     param = Param(mca="x", hf=("q", "k", "v"), layout=qkv, shard=COLUMN)
-    gathers = plan_moves(Rule.from_param(param), (18432, 16384), HF, 8)
+    gathers = plan_moves(Rule.from_param(param), (18432, 2048), HF, 8)
     assert [len(gather.moves) for gather in gathers] == [3] * 8
-    row = plan_moves(Rule.from_param(Param(mca="x", hf=("x",), shard=ROW)), (16384, 53248), HF, 8)
+    row = plan_moves(Rule.from_param(Param(mca="x", hf=("x",), shard=ROW)), (2048, 53248), HF, 8)
     assert [len(gather.moves) for gather in row] == [1] * 8
-    assert row[1].moves[0].run == 53248 // 8 and row[1].moves[0].repeat == 16384
+    assert row[1].moves[0].run == 53248 // 8 and row[1].moves[0].repeat == 2048
 
 
 class _Forgetful(Separate):

@@ -163,9 +163,11 @@ def plan_buckets(
             slots, entries, filled = [], [], 0
         targets = unit.targets
         made = list(_slots(unit, specs, config, filled))
+        added = list(_entries(made, unit.start))
         slots += made
-        entries += _entries(made, unit.start)
-        filled = aligned(max(entry.offset + prod(entry.shape) * entry.dtype.itemsize for entry in entries))
+        entries += added
+        ends = [entry.offset + prod(entry.shape) * entry.dtype.itemsize for entry in added]
+        filled = aligned(max([filled, *ends]))
     if slots:
         buckets.append(Bucket(tuple(slots), tuple(entries), filled, targets))
     return buckets
