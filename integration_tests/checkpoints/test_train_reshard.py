@@ -10,7 +10,7 @@ from harness import run_ranks
 from loss_curves import worst
 from mca_config.errors import McaError
 from reshard_runs import ALL, EXPERTS_ALONE, FIRST, WITH_EXPERTS, adapter_of, run
-from train_cases import make_trainer, quietly, stop_and_resume, tiny_checkpoint, tokens
+from train_cases import make_trainer, quietly, sparse_checkpoint, stop_and_resume, tiny_checkpoint, tokens
 from train_settings import ASYNC, CP, DP, EP, ETP1, ETP2, OVERLAP, PP, SP, TORCH_DIST, TP, VPP, ZERO
 
 pytestmark = pytest.mark.ranks
@@ -105,9 +105,7 @@ def dense(tmp_path_factory, lengths, every_case):
 
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory, lengths):
-    from reference import make_reference
-
-    model = make_reference("qwen3_moe", tmp_path_factory.mktemp("experts")).path
+    model = sparse_checkpoint(tmp_path_factory.mktemp("experts"), num_hidden_layers=2)
     return Runs(model, tmp_path_factory.mktemp("runs"), EXPERTS, *lengths, {"data": lambda: tokens(96)})
 
 

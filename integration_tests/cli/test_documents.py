@@ -104,6 +104,8 @@ def _small_words(command: str) -> list[str]:
     for place, word in enumerate(words[:-1]):
         if word.startswith("--") and word[2:] in _SMALL_FLAGS:
             words[place + 1] = str(_SMALL_FLAGS[word[2:]])
+    if words[:2] == ["mca-train", "sft"] and words[2].startswith("--") and "--max_steps" not in words:
+        words += ["--max_steps", str(_SMALL_FLAGS["max_steps"])]  # in place of 3 epochs
     return words
 
 

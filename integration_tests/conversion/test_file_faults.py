@@ -11,6 +11,7 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -95,22 +96,39 @@ def conversions(sources: Sources) -> dict[str, tuple[list[str], bool]]:
     }
 
 
-def run_all(library: Path, sources: Sources, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the result of `fault_runs` for each of ``cases``."""
-    folders = {case["folder"] for case in cases}
-    environment = os.environ | {
-        "LD_PRELOAD": str(library),
-        "MCA_FAULT_ROOTS": ":".join([str(sources.folder), *folders]),
-    }
-    done = subprocess.run(
-        [sys.executable, HERE / "fault_runs.py"],
-        input=json.dumps(cases),
-        env=environment,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    return [json.loads(line) for line in done.stdout.splitlines()]
+class Converter:
+    """`fault_runs`, a process for all runs of the module; their directory is ``folder``."""
+
+    def __init__(self, library: Path, sources: Sources, root: Path) -> None:
+        self.folder = root / "folder"
+        roots = f"{sources.folder}:{self.folder}"
+        self._process = subprocess.Popen(
+            [sys.executable, HERE / "fault_runs.py"],
+            env=os.environ | {"LD_PRELOAD": str(library), "MCA_FAULT_ROOTS": roots},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the result of each of ``cases``."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(cases) + "\n")
+        self._process.stdin.flush()
+        return [json.loads(self._process.stdout.readline()) for _ in cases]
+
+    def close(self) -> None:
+        self._process.communicate()
+        assert self._process.returncode == 0
+
+
+@pytest.fixture(scope="module")
+def converter(
+    library: Path, sources: Sources, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Converter]:
+    made = Converter(library, sources, tmp_path_factory.mktemp("runs"))
+    yield made
+    made.close()
 
 
 def fault_of(found: dict[str, Any], whole: dict[str, int], before: dict[str, int]) -> str | None:
@@ -143,10 +161,10 @@ CASES = [
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("name", "workers"), CASES)
 def test_every_call_of_a_conversion_fails_once(
-    name: str, workers: int, library: Path, sources: Sources, tmp_path: Path, every_case: bool
+    name: str, workers: int, converter: Converter, sources: Sources, every_case: bool
 ) -> None:
     arguments, exists = conversions(sources)[name]
-    folder = tmp_path / "folder"
+    folder = converter.folder
     output = folder / "out" if exists else folder / "above" / "out"
     case: dict[str, Any] = {
         "arguments": [*arguments, "--output_path", str(output)],
@@ -156,7 +174,7 @@ def test_every_call_of_a_conversion_fails_once(
     }
     if not name.startswith("adapter"):  # one thread reads an adapter
         case["arguments"].append(f"--workers={workers}")
-    (whole,) = run_all(library, sources, [case])
+    (whole,) = converter.run([case])
     assert whole["code"] == 0, whole["said"]
     sites = Site.all_of(whole["sites"])
     assert len(sites) > 100
@@ -168,7 +186,7 @@ def test_every_call_of_a_conversion_fails_once(
     ]
     if not every_case:
         chosen = sorted(chosen, key=lambda fault: lot(name, fault.site, fault.error))[:SAMPLE]
-    results = run_all(library, sources, [case | {"fault": asdict(fault)} for fault in chosen])
+    results = converter.run([case | {"fault": asdict(fault)} for fault in chosen])
     assert all(found["sites"] for found in results), "every site is called as often as in the whole run"
     before = {"out": -1} if exists else {}
     faults = [

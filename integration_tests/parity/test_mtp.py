@@ -5,7 +5,6 @@ import json
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from cases import needed
 from checkpoint_files import read
-from gradients import export_gradient, worst_errors
+from gradients import export_gradient, export_gradient_of, worst_errors
 from harness import RanksFailed, run_in_turn, run_ranks
 from layouts import arguments, world_size
 from mca_models.megatron import platform
@@ -67,12 +66,12 @@ def run(reference: Reference, layout: str, folder: Path) -> None:
     """Exports the model unchanged, its gradients, and checks its logits. Runs on every rank."""
     from mca_models.megatron import AutoModel
 
-    settings: dict[str, Any] = {"mtp_loss_scaling_factor": SCALE}
+    settings = {"mtp_loss_scaling_factor": SCALE, "calculate_per_token_loss": True, "moe_aux_loss_coeff": 0.0}
     model = AutoModel.from_pretrained(reference.path, arguments(layout, **settings))
     assert float((model.logits(reference.input_ids) - reference.logits).abs().max()) <= 1e-4
     model.save_pretrained_as_hf(folder / f"{layout}-hf")
     model.save_pretrained(folder / f"{layout}-mca")
-    export_gradient(reference, layout, folder / f"{layout}-gradients", **settings)
+    export_gradient_of(model, reference, folder / f"{layout}-gradients")
 
 
 @pytest.mark.cases(0, always=["tp2sp", "pp2vpp2ep2"])

@@ -78,8 +78,12 @@ def differences(models: Any, reference: Reference, forced: Tensor) -> dict[str, 
     shape = RoutedExperts.from_config(models.config)
     assert shape is not None
     experts = other_experts(shape, *ids.shape)
-    live = models.log_probs(ids, mask=mask, micro_batch_size=2, return_routed_experts=True)
-    own = live.routed_experts
+    every = {"packed": {"packed": True, "micro_batch_size": 3}, "padded": {"micro_batch_size": 2}}
+    chosen = {
+        name: models.log_probs(ids, mask=mask, return_routed_experts=True, **options)
+        for name, options in every.items()
+    }
+    own = chosen["padded"].routed_experts
     sent = torch.zeros(*own.shape[:-1], shape.num_experts, dtype=torch.bool)
     sent.scatter_(-1, own.long().clamp(min=0), True)
     expected = torch.stack([reference.experts[layer] for layer in shape.layers], 2)
@@ -87,9 +91,8 @@ def differences(models: Any, reference: Reference, forced: Tensor) -> dict[str, 
         "recorded": (sent != expected)[mask].float().sum(),
         "recorded padding": (own[~mask] != LIVE).float().sum(),
     }
-    every = {"packed": {"packed": True, "micro_batch_size": 3}, "padded": {"micro_batch_size": 2}}
     for name, options in every.items():
-        live = models.log_probs(ids, mask=mask, return_routed_experts=True, **options)
+        live = chosen[name]
         again = models.log_probs(ids, mask=mask, routed_experts=live.routed_experts, **options)
         found[f"own {name}"] = (again.log_probs != live.log_probs).float().sum()
         other = models.log_probs(

@@ -1,11 +1,12 @@
 """Runs ``mca-convert`` again and again, with one call to the C library failing in each run.
 
-    LD_PRELOAD=faults.so MCA_FAULT_ROOTS=FOLDER python fault_runs.py < runs.json
+    LD_PRELOAD=faults.so MCA_FAULT_ROOTS=FOLDER python fault_runs.py
 
 A run is ``{"arguments": [...], "folder": ..., "make": false, "fault": {"site": ..., "nth": n, "error": errno}}``, or
-``"fault": null``; each is a fork of this process, which has done the first one before, so that everything is
-imported. Prints a line of JSON for each: its exit code, what it said, the sites that it called (see `fault_sites`) or
-the one that failed, and what stands in ``folder``, which is removed then. ``"make": true`` makes ``folder/out`` before.
+``"fault": null``. A line of standard input is a list of them; each is a fork of this process, which has done the first
+one before, so that everything is imported. Prints a line of JSON for each: its exit code, what it said, the sites that
+it called (see `fault_sites`) or the one that failed, and what stands in ``folder``, which is removed then.
+``"make": true`` makes ``folder/out`` before.
 """
 
 import json
@@ -75,4 +76,5 @@ def go_through(cases: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    go_through(json.load(sys.stdin))
+    for line in sys.stdin:
+        go_through(json.loads(line))

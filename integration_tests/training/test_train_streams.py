@@ -64,7 +64,7 @@ def same(one: dict[str, list[float]], other: dict[str, list[float]]) -> None:
     assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
 
 
-@pytest.mark.cases(0, always=["two-workers", "dp2"])
+@pytest.mark.cases(0, always=["two-workers"])
 @pytest.mark.parametrize("name", CASES)
 def test_streams_train_as_their_samples_in_memory(name, in_memory, checkpoint, tmp_path):
     size, changes = CASES[name]
