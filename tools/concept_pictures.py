@@ -1,10 +1,13 @@
 """Draw the pictures of the documents into docs/pictures. Run as ``uv run tools/concept_pictures.py``.
 
 Ranks and stages are those of `mca_config.RankGrid` and `mca_config.pipeline_plan`, passes those of the planner's
-schedule, and memory that of the table in docs/scale.md, which a test compares with the planner.
+schedule, and memory that of the table in docs/scale.md, which a test compares with the planner. Loss curves are those
+that `integration_tests/support/loss_curves.py --record` has written.
 """
 
+import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from xml.sax.saxutils import escape
 
@@ -56,6 +59,17 @@ class Drawing:
         """A dashed line."""
         self._parts.append(
             f'<line x1="{x0:g}" y1="{y0:g}" x2="{x1:g}" y2="{y1:g}" stroke="{_INK}" stroke-dasharray="4 3"/>'
+        )
+
+    def curve(self, points: Sequence[tuple[float, float]]) -> None:
+        """A line through ``points``."""
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        self._parts.append(f'<polyline points="{path}" fill="none" stroke="{_INK}" stroke-width="1.5"/>')
+
+    def dot(self, x: float, y: float, colour: str) -> None:
+        """A small disc."""
+        self._parts.append(
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5" fill="{colour}" stroke="{_INK}" stroke-width="1"/>'
         )
 
     def svg(self) -> str:
@@ -293,6 +307,55 @@ def memory() -> Drawing:
     return picture
 
 
+CURVES = FOLDER.parent / "validation" / "loss_curves.json"
+_PLOT = (40, 16, 260, 200)
+"""Left, top, width and height of the area of one model's curves."""
+_SHOWN = (3.4, 5.2)
+"""Losses at the bottom and the top of that area."""
+
+
+def loss_curves() -> Drawing:
+    """Losses of the single process of two models, and of two layouts of each."""
+    picture = Drawing(640, 290, "Losses of 50 steps of two models, of one process and of two layouts of each")
+    left, top, width, height = _PLOT
+    for column, (model, runs) in enumerate(json.loads(CURVES.read_text(encoding="utf-8")).items()):
+        x0 = left + 320 * column
+        _axes(picture, x0)
+        (_, single), *layouts = runs.items()
+        picture.curve([_point(x0, step, value) for step, value in enumerate(single)])
+        picture.words(x0 + width, top + 14, f"{model}: the line is one process", "end")
+        for number, (layout, losses) in enumerate(layouts):
+            for step in range(3 * number, len(losses), 6):
+                picture.dot(*_point(x0, step, losses[step]), _COLOURS[number])
+            worst = max(abs(one - other) / one for one, other in zip(single, losses, strict=True))
+            y = top + height + 40 + 18 * number
+            picture.dot(x0 + 6, y - 4, _COLOURS[number])
+            picture.words(x0 + 18, y, f"{layout}: {worst:.1e}")
+    return picture
+
+
+def _axes(picture: Drawing, x0: float) -> None:
+    """Steps below, losses on the left."""
+    _, top, width, height = _PLOT
+    picture.line(x0, top + height, x0 + width, top + height)
+    for step in (1, 25, 50):
+        picture.words(
+            _point(x0, step - 1, 0)[0],
+            top + height + 16,
+            f"step {step}" if step == 1 else f"{step}",
+            "middle",
+        )
+    for value in (3.5, 4.0, 4.5, 5.0):
+        picture.words(x0 - 6, _point(x0, 0, value)[1] + 4, f"{value:g}", "end")
+
+
+def _point(x0: float, step: int, value: float) -> tuple[float, float]:
+    """Place of a loss of a step, counted from 0."""
+    _, top, width, height = _PLOT
+    low, high = _SHOWN
+    return x0 + width * step / 49, top + height * (high - value) / (high - low)
+
+
 PICTURES = {
     "journey": journey,
     "layout": layout,
@@ -303,6 +366,7 @@ PICTURES = {
     "step": step,
     "schedule": schedule,
     "memory": memory,
+    "loss_curves": loss_curves,
 }
 
 

@@ -41,7 +41,8 @@ READ = (
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The cases in Hugging Face's and mca's format, and the references in the folder ``hf``."""
     folder = tmp_path_factory.mktemp("factory")
-    cases = [*READ, Case("llama", "tp1", ("float32",)), *needed(request)]
+    cases = [*READ, *needed(request)]
+    make_reference("llama", folder / "hf")
     for size, group in group_by_ranks(dict.fromkeys(cases)).items():
         run_ranks(size, round_trip, [(source_of(case, folder), case.layout) for case in group], folder)
     return folder

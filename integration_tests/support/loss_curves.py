@@ -4,8 +4,10 @@
 
 Prints a row for each curve whose name fits a pattern (default: all, about 8 minutes on 2 cores): the largest relative
 differences of loss and gradient norm over the steps, and of the loss on held-out samples. 1 if one is too large.
+`--record` instead writes the curves that `tools/concept_pictures.py` draws for docs/validation.md.
 """
 
+import json
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -95,6 +97,13 @@ ALL: Curves = {
     for model, curves in {"dense": DENSE, "moe": MOE, "latent": LATENT, "packed": PACKS}.items()
     for name, curve in curves.items()
 }
+DRAWN = (
+    "dense/tp2-sp-pp2-vpp2",
+    "dense/cp2-zero-reduce-gather",
+    "moe/tp2-sp-ep2-etp1-dp2-zero",
+    "moe/pp2-vpp2",
+)
+RECORDED = Path(__file__).parents[2] / "docs" / "validation" / "loss_curves.json"
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
 COUNT = 42
 RUN = {"gradient_accumulation_steps": 4, "learning_rate": 3e-3}
@@ -148,11 +157,14 @@ class CurvesOf:
         run = self._run_of | (_packed_run() if model == "packed" else {})
         return run_ranks(size, train_losses, checkpoint, self._folder / "out", timeout=600, **(run | changes))
 
+    def layout(self, name: str) -> list[dict[str, list[float]]]:
+        """Return the curves of each rank for a name of `ALL`."""
+        size, changes = ALL[name]
+        return self._run(size, name.partition("/")[0], changes)
+
     def difference(self, name: str) -> Difference:
         """Return the difference of one curve of `ALL`."""
-        model = name.partition("/")[0]
-        size, changes = ALL[name]
-        single, found = self.single(model), self._run(size, model, changes)
+        single, found = self.single(name.partition("/")[0]), self.layout(name)
         if any(rank["loss"] != found[0]["loss"] for rank in found):
             raise AssertionError(f"{name}: ranks log different losses")
         return Difference(*(worst(single[key], found[0][key]) for key in ("loss", "grad_norm", "eval_loss")))
@@ -216,6 +228,16 @@ def table(names: Iterable[str], curves: CurvesOf) -> Iterable[tuple[str, Differe
         yield name, found
 
 
+def record(curves: CurvesOf) -> None:
+    """Write the losses of `DRAWN` and of the single processes to `RECORDED`, as ``{model: {layout: losses}}``."""
+    drawn: dict[str, dict[str, list[float]]] = {}
+    for name in DRAWN:
+        model, _, layout = name.partition("/")
+        runs = drawn.setdefault(model, {"one process": curves.single(model)["loss"]})
+        runs[layout] = curves.layout(name)[0]["loss"]
+    RECORDED.write_text(json.dumps(drawn, indent=1) + "\n", encoding="utf-8")
+
+
 def _say(line: str) -> None:
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
@@ -223,6 +245,10 @@ def _say(line: str) -> None:
 
 def main(patterns: list[str]) -> int:
     """Prints the table; 1 if a curve differs."""
+    if patterns == ["--record"]:
+        with tempfile.TemporaryDirectory() as folder:
+            record(CurvesOf(Path(folder)))
+        return 0
     names = [name for name in ALL if any(fnmatch(name, pattern) for pattern in patterns or ["*"])]
     with tempfile.TemporaryDirectory() as folder:
         rows = list(table(names, CurvesOf(Path(folder))))

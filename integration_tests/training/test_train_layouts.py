@@ -1,5 +1,7 @@
 """The loss of a run is the same on every layout."""
 
+import json
+
 import pytest
 
 import loss_curves
@@ -38,6 +40,15 @@ def test_the_single_run_learns_and_counts_its_steps(single):
 def test_losses_equal_the_single_process_run(name, curves):
     difference = curves.difference(name)
     assert difference.small, difference
+
+
+@pytest.mark.qualify
+@pytest.mark.parametrize("name", loss_curves.DRAWN)
+def test_the_picture_shows_the_losses_of_a_run(name, curves):
+    model, _, layout = name.partition("/")
+    drawn = json.loads(loss_curves.RECORDED.read_text())[model]
+    assert worst(drawn["one process"], curves.single(model)["loss"]) < loss_curves.TOLERANCE
+    assert worst(drawn[layout], curves.layout(name)[0]["loss"]) < loss_curves.TOLERANCE
 
 
 TIED = {"max_steps": 2, "gradient_accumulation_steps": 2, "warmup_steps": 0}

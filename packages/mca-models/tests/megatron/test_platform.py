@@ -1,6 +1,8 @@
 """Every patch is still needed, does its work, and is not made where it should not be."""
 
 import json
+import pickle
+import queue
 import subprocess
 import sys
 from importlib.metadata import version
@@ -10,6 +12,7 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from mca_models.megatron import platform
+from mca_models.megatron.platform import checkpoint_queue
 
 pytestmark = pytest.mark.skipif(platform.device_type() == "cuda", reason="the patches of the CPU")
 
@@ -174,3 +177,12 @@ def test_the_cpu_of_a_machine_with_a_gpu_leaves_the_gpu_alone(ended: dict[str, d
 @pytest.mark.qualify
 def test_an_unknown_device_is_refused(ended: dict[str, dict[str, Any]]) -> None:
     assert "MCA_DEVICE is 'tpu'" in ended["unknown device"]["stderr"]
+
+
+def test_the_result_of_a_spawned_checkpoint_writer_arrives() -> None:
+    ours = checkpoint_queue._ResultFile("spawn")
+    theirs = pickle.loads(pickle.dumps(ours))  # as Megatron's persistent worker gets it
+    with pytest.raises(queue.Empty):
+        ours.get_nowait()
+    theirs.put({0: ["written"]})
+    assert ours.get_nowait() == {0: ["written"]}

@@ -1,4 +1,4 @@
-"""Families with Llama's parameters, that differ in ``config.json`` alone: keys, defaults and constants."""
+"""Families with Llama's layers, that differ in ``config.json``: keys, defaults, constants, and a few parameters."""
 
 from dataclasses import replace
 

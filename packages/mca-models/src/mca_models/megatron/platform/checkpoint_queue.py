@@ -2,7 +2,8 @@
 
 The first ``dist_checkpointing.save`` of a process makes a queue with the "spawn" method: the child imports the main
 script again, which takes 10 s here and, if the script has no ``__main__`` guard, runs it twice. A writer that is forked
-can put its result into a file without a name, which needs no other process.
+can put its result into a file without a name, which needs no other process. A spawned worker (ms-swift's
+``use_persistent_ckpt_worker``) opens this file by the number that it has in the rank's process.
 
 Each save gets a separate file: Megatron's single queue mixes up the results of two concurrent background saves.
 Megatron's writers are killed when the rank that forked them ends, also by SIGKILL: otherwise they would wait forever
@@ -16,6 +17,7 @@ import queue
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from mca_models.megatron.platform._patch import EVERYWHERE, Patch
 from mca_models.megatron.types import Upstream
@@ -61,10 +63,16 @@ def _writer() -> Upstream:
 
 
 class _ResultFile:
-    """Queue for one result of this process or of a process that it forks."""
+    """Queue for one result of this process or of one that it starts: a fork, or Megatron's persistent worker."""
 
     def __init__(self, *_: object, **__: object) -> None:
         self._file = os.fdopen(os.memfd_create("mca-checkpoint-result"), "w+b")
+
+    def __getstate__(self) -> str:
+        return f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
+
+    def __setstate__(self, path: str) -> None:
+        self._file = Path(path).open("r+b")
 
     def put(self, result: object) -> None:
         self._file.write(pickle.dumps(result))
