@@ -58,7 +58,7 @@ def echo(monkeypatch):
 def test_the_help_names_it(capsys):
     assert main(["--help"]) == 0
     reported = capsys.readouterr().out
-    assert "       mca-train echo [CONFIG.yaml] [--key value ...]\n" in reported
+    assert "|echo [CONFIG.yaml] [--key value ...]\n" in reported
     assert "  echo        on what was said: said\n" in reported
 
 

@@ -53,7 +53,7 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     for name in ("set_longest_sequence", "set_routed_experts", "require_replayed", "replay_in_backward"):
         note(name)
-    monkeypatch.setattr(engine, "pass_sequence_ids", lambda batch, model: "ids")
+    monkeypatch.setattr(engine.moe_aux, "pass_sequence_ids", lambda batch, model: "ids")
     return found
 
 
