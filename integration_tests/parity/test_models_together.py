@@ -1,5 +1,7 @@
 """Models that live at the same time, and trainers of one model: none changes what another one computes."""
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -170,3 +172,26 @@ def test_trainers_of_one_model_leave_each_other_alone(checkpoint: Path, tmp_path
     assert len(alone) == 4
     assert beside == alone
     assert first == second
+
+
+def start_again_in_a_fork() -> int:
+    """End the groups and return the exit code of a process, forked afterwards, that starts others."""
+    from mca_config import ParallelLayout
+    from mca_models.megatron.distributed import parallel
+
+    parallel.start(ParallelLayout())
+    parallel.stop()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # a fork that waits for threads it does not have ends, too
+        try:
+            parallel.start(ParallelLayout())
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_process_forked_after_the_groups_ended_starts_others() -> None:
+    """Megatron kept two groups, and to end them in the fork was a segmentation fault."""
+    assert run_ranks(1, start_again_in_a_fork) == [0]

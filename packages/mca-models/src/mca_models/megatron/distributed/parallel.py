@@ -192,8 +192,18 @@ def _end_megatron() -> None:
     _, *groups = parallel_state._global_process_group_list  # the first is the group of all ranks
     for group in groups:
         torch.distributed.destroy_process_group(group)
-    parallel_state.destroy_model_parallel()
+    _forget_groups()
     _started.clear()
+
+
+def _forget_groups() -> None:
+    """Let Megatron forget all groups. It keeps two, whose end in a process forked later waits for threads not there."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    for name, value in vars(parallel_state).items():
+        if isinstance(value, ProcessGroup):
+            setattr(parallel_state, name, None)
 
 
 def timeout() -> timedelta:
@@ -251,7 +261,7 @@ def stop() -> None:
     from megatron.core import parallel_state
 
     if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
+        _forget_groups()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     _started.clear()
