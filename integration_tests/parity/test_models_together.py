@@ -176,11 +176,16 @@ def test_trainers_of_one_model_leave_each_other_alone(checkpoint: Path, tmp_path
 
 def start_again_in_a_fork() -> int:
     """End the groups and return the exit code of a process, forked afterwards, that starts others."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
     from mca_config import ParallelLayout
     from mca_models.megatron.distributed import parallel
 
     parallel.start(ParallelLayout())
     parallel.stop()
+    assert (
+        not get_cuda_rng_tracker().is_initialized()
+    )  # otherwise the next ranks draw what these would have drawn
     child = os.fork()
     if child == 0:
         signal.alarm(20)  # a fork that waits for threads it does not have ends, too

@@ -257,11 +257,12 @@ def seed_device(seed: int, rank_context: RankContext) -> None:
 
 
 def stop() -> None:
-    """Destroy all process groups."""
-    from megatron.core import parallel_state
+    """Destroy all process groups, and Megatron's random states, which the next start seeds again."""
+    from megatron.core import parallel_state, tensor_parallel
 
     if parallel_state.model_parallel_is_initialized():
         _forget_groups()
+        tensor_parallel.get_cuda_rng_tracker().reset()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     _started.clear()
