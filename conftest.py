@@ -222,5 +222,5 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the CPU seconds of all tests: the default run has 450."""
+    """Print the CPU seconds of all tests: the default run should have at most 450."""
     terminalreporter.write_line(f"{sum(SECONDS.values()):.0f} CPU seconds of tests")
