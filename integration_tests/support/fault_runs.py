@@ -5,7 +5,7 @@
 A run is ``{"arguments": [...], "folder": ..., "make": false, "fault": {"site": ..., "nth": n, "error": errno}}``, or
 ``"fault": null``. A line of standard input is a list of them; each is a fork of this process, which has done the first
 one before, so that everything is imported. Prints a line of JSON for each: its exit code, what it said, the sites that
-it called (see `fault_sites`) or the one that failed, and what stands in ``folder``, which is removed then.
+it called (see `fault_sites`) or the one that failed, and the files in ``folder``, which is removed then.
 ``"make": true`` makes ``folder/out`` before.
 """
 

@@ -4,7 +4,7 @@ A run is ``{"what": ..., "model": ..., "folder": ..., "from": ..., "rank": r, "f
 errno}}``: that call of rank r fails (see `fault_sites`); with ``"fault": null`` none. `run_all` takes a list of them;
 they share their processes until one ends on one rank alone: when the other only waits for it, both are ended, as a
 launcher does. The outcome of each is what came of it on each rank, with the sites that it called or the one that
-failed, and what stands in ``folder``, which is removed unless the run says ``"keep": true``.
+failed, and the files in ``folder``, which is removed unless the run says ``"keep": true``.
 """
 
 import contextlib

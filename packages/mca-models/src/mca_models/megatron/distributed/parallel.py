@@ -197,7 +197,10 @@ def _end_megatron() -> None:
 
 
 def _forget_groups() -> None:
-    """Let Megatron forget all groups. It keeps two, whose end in a process forked later waits for threads not there."""
+    """Let Megatron forget all groups.
+
+    It keeps two. A process that is forked later would free them, and wait for threads that it does not have.
+    """
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
