@@ -29,7 +29,9 @@ class Server(ThreadingHTTPServer):
 def served(handler: type[BaseHTTPRequestHandler], **given: Any) -> Iterator[str]:
     """A block in which ``handler``, with the attributes ``given``, answers at the address."""
     server = Server(("127.0.0.1", 0), type("Handler", (handler,), given))
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(
+        target=server.serve_forever, args=(0.01,), daemon=True
+    )  # seconds until it sees its end
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_port}"
