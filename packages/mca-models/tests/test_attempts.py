@@ -9,14 +9,22 @@ import pytest
 from mca_models.megatron.distributed.rendezvous import next_attempt
 
 
-@pytest.fixture
-def clients() -> Iterator[list]:
-    """Connections to one store, as ranks have them."""
+@pytest.fixture(scope="module")
+def connections() -> Iterator[list]:
+    """Connections to one server."""
     from torch.distributed import TCPStore
 
     patience = timedelta(seconds=120)
     server = TCPStore("127.0.0.1", 0, is_master=True, timeout=patience)
     yield [TCPStore("127.0.0.1", server.port, is_master=False, timeout=patience) for _ in range(9)]
+
+
+@pytest.fixture
+def clients(connections, request) -> list:
+    """Connections to one store, as ranks have them: each test uses other keys."""
+    from torch.distributed import PrefixStore
+
+    return [PrefixStore(request.node.name, each) for each in connections]
 
 
 def started(clients: list, ranks: dict[int, int], size: int) -> dict[int, "Future[int]"]:

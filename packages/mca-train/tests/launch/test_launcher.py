@@ -12,11 +12,14 @@ from mca_train.launch import environment
 from mca_train.launch.failures import report_failure
 
 
-def run(body, ranks=2, **options):
+def run(body, ranks=2, grace="launcher._GRACE", **options):
+    """Run ``body`` in each rank; ``grace`` is how many seconds the others have after the first failure."""
     code = textwrap.dedent(
         f"""
         import os, sys, time
         from mca_config.errors import McaError, UsageError
+        from mca_train.launch import launcher
+        launcher._GRACE = {grace}
         from mca_train.launch.launcher import fork_ranks
         from mca_train.launch.launcher import scratch_folder
         from mca_train.launch.failures import raising_on_signals
@@ -49,7 +52,7 @@ def test_the_rank_that_failed_first_is_told_and_the_others_end_at_once():
         raise RuntimeError("broken here")
     time.sleep(600)
     """
-    done = run(body, ranks=3)
+    done = run(body, ranks=3, grace=0.2)
     assert done.returncode == 1
     assert done.stderr.count("Traceback") == 1
     assert done.stderr.startswith("rank 1 failed:")
@@ -68,7 +71,7 @@ def test_a_killed_rank_is_told_with_its_last_words():
         os.kill(os.getpid(), 9)
     time.sleep(600)
     """
-    done = run(body)
+    done = run(body, grace=0.2)
     assert done.returncode == 1
     assert "rank 1 was killed by SIGKILL without a report" in done.stderr
     assert "[rank 1] last words" in done.stderr
@@ -106,7 +109,8 @@ def test_the_silent_rank_is_blamed_and_not_the_one_that_lost_it(fault, reported,
 
 
 def test_a_rank_that_leaves_the_others_waiting_is_told(tmp_path):
-    done = run(_own_failures("sys.exit(0)") + "time.sleep(600)", env=os.environ | {"TMPDIR": str(tmp_path)})
+    variables = os.environ | {"TMPDIR": str(tmp_path)}
+    done = run(_own_failures("sys.exit(0)") + "time.sleep(600)", grace=0.2, env=variables)
     assert (done.returncode, done.stderr) == (1, "error: rank 1 ended with exit code 0 without a report\n")
 
 
@@ -114,14 +118,14 @@ def test_a_rank_that_failed_does_not_write_its_last_words_for_ever():
     body = """
     import atexit
     from mca_train.launch import launcher
-    launcher._LAST_WORDS = 1.0
+    launcher._LAST_WORDS = 0.2
     if rank == 0:
         atexit.register(time.sleep, 600)
         atexit.register(print, "last words", flush=True)
         raise McaError("no such file")
     time.sleep(600)
     """
-    done = run(body)
+    done = run(body, grace=0.2)
     assert (done.returncode, done.stdout, done.stderr) == (1, "last words\n", "error: no such file\n")
 
 
