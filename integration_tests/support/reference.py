@@ -224,13 +224,23 @@ def hf_model(case: str) -> Any:
     return model
 
 
-def make_reference(case: str, folder: Path, dtype: str = "float32", batch: int = 3) -> Reference:
-    """Saves the model of ``case`` under ``folder`` (cast to ``dtype``); the logits are those in fp32."""
+def make_reference(
+    case: str, folder: Path, dtype: str = "float32", batch: int = 3, *, with_graph: bool = False
+) -> Reference:
+    """Saves the model of ``case`` under ``folder`` (cast to ``dtype``); the logits are those in fp32.
+
+    Args:
+        case: A name in ``CASES``.
+        folder: Of the checkpoint's directory.
+        dtype: Of its weights.
+        batch: Rows of tokens.
+        with_graph: Logits of which the gradient can be computed.
+    """
     path = folder / f"{case}-{dtype}"
     model = hf_model(case)
     generator = torch.Generator().manual_seed(7)
     input_ids = torch.randint(0, SIZE["vocab_size"], (batch, 24), generator=generator)
-    with torch.no_grad(), recorded_experts(model, batch) as experts:
+    with torch.set_grad_enabled(with_graph), recorded_experts(model, batch) as experts:
         logits = model(input_ids, use_cache=False).logits
     if not path.exists():
         if dtype == "float32":
