@@ -64,6 +64,12 @@ _IMPORTED = (
 )
 """Modules that ranks import, 1 to 3 s in each of them; torch's first optimizer imports dynamo."""
 
+_LLAMA = {
+    "model_type": "llama",
+    **{"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1},
+    **{"vocab_size": 8, "max_position_embeddings": 8},
+}
+
 
 class RanksFailed(AssertionError):
     """One or more ranks raised, died or ran out of time."""
@@ -100,12 +106,31 @@ def prepare_parent() -> None:
 
     for name in mca_train.__all__:
         getattr(mca_train, name)  # imported when it is asked for
-    from mca_train.config.early_arguments import metric_schedules
-
-    platform.megatron_version(), metric_schedules()  # kept from the first call on
+    _fill_caches()
     gc.freeze()
     atexit.register(gc.unfreeze)  # otherwise nanobind reports the types of its modules as leaks at the exit
     gc.enable()
+
+
+def _fill_caches() -> None:
+    """Compute once what is kept from a first call on: 10 to 30 ms of CPU time in each rank."""
+    from torch.distributed import Backend, distributed_c10d
+    from transformers.utils import is_torch_hpu_available, is_torch_mlu_available, is_torch_musa_available
+
+    from mca_config.arguments.distributing import DistributingOptions
+    from mca_config.arguments.megatron import TrainingOptions
+    from mca_config.fields import type_hints
+    from mca_models.megatron import platform
+    from mca_models.templates import FAMILIES, config_from_hf
+    from mca_train.config.early_arguments import metric_schedules
+
+    platform.megatron_version(), platform.engine_version(), metric_schedules()
+    type_hints(DistributingOptions), type_hints(TrainingOptions)
+    is_torch_hpu_available(), is_torch_mlu_available(), is_torch_musa_available()
+    distributed_c10d.BackendConfig(Backend("gloo"))  # looks through the entry points of all packages
+    list(FAMILIES.values())  # imports their modules
+    config_from_hf(_LLAMA)
+    os.environ.update()
 
 
 def run_ranks(
@@ -277,6 +302,8 @@ def _environment(call: _Call, number: int) -> None:
         OMP_NUM_THREADS="1",
     )
     torch.set_num_threads(1)
+    for device in (torch.cuda, torch.xpu, torch.mtia):  # on none of them does a rank compute
+        device.manual_seed_all = lambda seed: None  # notes a stack in each torch.manual_seed
     _seed_generators()
 
 

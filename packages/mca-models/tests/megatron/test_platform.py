@@ -5,7 +5,9 @@ import pickle
 import queue
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from importlib.metadata import version
+from multiprocessing import get_context
 from typing import Any
 
 import pytest
@@ -15,25 +17,6 @@ from mca_models.megatron import platform
 from mca_models.megatron.platform import checkpoint_queue
 
 pytestmark = pytest.mark.skipif(platform.device_type() == "cuda", reason="the patches of the CPU")
-
-PROBE = """
-import importlib, json, sys, warnings
-warnings.simplefilter("ignore")
-from mca_models.megatron import platform
-from mca_models.megatron.platform.cuda import without_compile
-for patch in platform.BEFORE_IMPORT:
-    patch.apply()
-with without_compile():
-    for name in platform._MODULES:
-        importlib.import_module(name)
-needed = {}
-for patch in platform.PATCHES:
-    before = patch.needed()
-    patch.apply()
-    needed[patch.name] = (before, patch.needed())
-print(json.dumps(needed))
-"""
-
 
 CODES = {
     "after megatron": (
@@ -117,17 +100,26 @@ def forked(codes: list[str]) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.fixture(scope="module")
-def needed() -> dict[str, list[bool]]:
-    """Return True for each patch that was needed before and after it was applied, in a fresh process."""
-    (done,) = forked([PROBE])
-    assert done["returncode"] == 0, done["stderr"]
-    found: dict[str, list[bool]] = json.loads(done["stdout"].splitlines()[-1])
+def probe() -> dict[str, tuple[bool, bool]]:
+    """Return whether each patch was needed when ``prepare()`` ran, and is needed after it was applied."""
+    found = {}
+    for patch in platform.PATCHES:
+        if not (needed := patch.name in platform._applied):
+            patch.apply()
+        found[patch.name] = (needed, patch.needed())
     return found
 
 
+@pytest.fixture(scope="module")
+def needed() -> dict[str, tuple[bool, bool]]:
+    """Return the result of `probe` in a fork: this process has imported Megatron and called ``prepare()``."""
+    platform.prepare()
+    with ProcessPoolExecutor(1, get_context("fork")) as processes:
+        return processes.submit(probe).result()
+
+
 @pytest.mark.parametrize("patch", platform.PATCHES, ids=lambda patch: patch.name)
-def test_patch_is_needed_where_it_says(patch: platform.Patch, needed: dict[str, list[bool]]) -> None:
+def test_patch_is_needed_where_it_says(patch: platform.Patch, needed: dict[str, tuple[bool, bool]]) -> None:
     serves = version("megatron-core") in SpecifierSet(patch.megatron)
     before, _ = needed[patch.name]
     assert before == serves, (
@@ -155,7 +147,7 @@ MENDED = (
 
 
 @pytest.mark.parametrize("name", MENDED)
-def test_patch_mends_the_fault(name: str, needed: dict[str, list[bool]]) -> None:
+def test_patch_mends_the_fault(name: str, needed: dict[str, tuple[bool, bool]]) -> None:
     assert needed[name][1] is False
 
 
