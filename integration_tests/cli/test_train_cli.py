@@ -1,9 +1,9 @@
 """``mca-train`` from the shell: ranks, logs, a model that `transformers` reads, errors."""
 
+import itertools
 import json
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -148,17 +148,24 @@ def test_a_damaged_model_is_one_line(folder):
     assert "Traceback" not in done.stderr
 
 
-def signalled_after(log: Path, name: str) -> None:
-    """Sends the signal ``name`` to this process once something is logged."""
-    me = os.getpid()
-    wait = f"while kill -0 {me} && [ ! -s {shlex.quote(str(log))} ]; do sleep 0.2; done; kill -{name} {me}"
-    subprocess.Popen(["sh", "-c", wait], stderr=subprocess.DEVNULL)
+def signal_in_second_step(number: int) -> None:
+    """Have rank 0 send a signal to this process, the launcher, once the first step is logged."""
+    from mca_train.engine.engine import Engine
+
+    launcher, step, steps = os.getpid(), Engine.optimizer_step, itertools.count(1)
+
+    def signalling(self: Any) -> Any:
+        if os.environ["RANK"] == "0" and next(steps) == 2:
+            os.kill(launcher, number)
+        return step(self)
+
+    Engine.optimizer_step = signalling
 
 
 def test_interrupting_ends_every_rank(folder):
     command = config(folder, "long", nproc_per_node=2, max_steps=100000)
-    log = folder / "long" / "train_log.jsonl"
-    assert forked_cli.launched(command, before=lambda: signalled_after(log, "INT")).returncode == 130
+    done = forked_cli.launched(command, before=lambda: signal_in_second_step(signal.SIGINT))
+    assert done.returncode == 130
 
 
 def waited_for(log: Path, process: "subprocess.Popen[str]") -> None:
@@ -192,8 +199,7 @@ def test_under_torchrun_two_ranks_train_and_sigterm_to_one_saves(folder):
 def test_sigterm_to_the_launcher_saves_and_resumes(folder):
     command = config(folder, "stopped", nproc_per_node=2, max_steps=100000)
     output = folder / "stopped"
-    log = output / "train_log.jsonl"
-    done = forked_cli.launched(command, before=lambda: signalled_after(log, "TERM"))
+    done = forked_cli.launched(command, before=lambda: signal_in_second_step(signal.SIGTERM))
     assert done.returncode == 0, done.stderr
     (saved,) = output.glob("checkpoint-*")
     assert saved.name in done.stdout

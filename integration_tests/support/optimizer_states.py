@@ -50,6 +50,7 @@ def in_fp32(model: Path, output_dir: Path, changes: dict[str, Any]) -> list[Any]
     settings = changes | DP | {"save_strategy": "steps", "save_steps": 1, "warmup_steps": 0}
     first = make_trainer(model, output_dir, max_steps=1, bf16=True, **settings)
     quietly(first.train)
+    settings |= {"save_strategy": "no"}
     trainer = make_trainer(model, output_dir, max_steps=2, callbacks=[Look()], **settings)
     quietly(lambda: trainer.train(resume_from_checkpoint=True))
     assert all(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in begun), "masters"

@@ -38,7 +38,7 @@ EFFECT: dict[str, tuple[str, Changes, Changes]] = {
     "hidden_dropout": ("dense", {}, {"hidden_dropout": 0.2}),
     "accumulate_allreduce_grads_in_fp32": (
         "dense",
-        {"bf16": True},
+        {"bf16": True, "gradient_accumulation_steps": 2},
         {"accumulate_allreduce_grads_in_fp32": False},
     ),
     "optimizer": ("dense", {}, SGD),
@@ -318,7 +318,7 @@ def is_steady(checkpoint: Path, output: Path, **changes: Any) -> bool:
 
 
 def numbers(checkpoint: Path, output: Path, changes: Changes) -> list[Any]:
-    parameters, logged = trained(checkpoint, output, **changes)
+    parameters, logged = trained(checkpoint, output, **{"gradient_accumulation_steps": 1} | changes)
     sums = [float(tensor.double().abs().sum()) for tensor in parameters.values()]
     return [sums, logged["loss"], logged["grad_norm"]]
 

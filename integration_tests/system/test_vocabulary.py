@@ -4,7 +4,6 @@ The lists are samples of words that Megatron and Hugging Face do not use, or use
 sentence instead of replacing the word. Each measure is shown to find a planted sentence, docstring or name.
 """
 
-import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from source_tree import FILES, ROOT, nodes, parsed, statements, syntax_tree
+from source_tree import FILES, ROOT
 
 # Limits of the rates: those that other libraries of this field keep.
 MAX_SOURCE_WORDS_PER_1000 = 0.2
@@ -32,11 +31,11 @@ NAMES = re.compile(
     r"place|places|facts|pulse|sign|usual|subject|nesting|both_ways|chosen_keys|late|asked|settle|said|speak|mended|"
     r"valued|mismatched|compared|masters|lineage|survey|found|others|kin|given|unread|unmatched|begun)($|_)"
 )
-STRING_OR_COMMENT = re.compile(
-    r'''"""(?:\\.|[^\\])*?"""|'{3}(?:\\.|[^\\])*?'{3}|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|(#[^\n]*)''',
-    re.DOTALL,
-)
-"""A string, or a comment as the first group: a tenth of the time of `tokenize`, with the same comments."""
+STRING = r""""{3}(?:\\.|[^\\])*?"{3}|'{3}(?:\\.|[^\\])*?'{3}|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*\'"""
+STRINGS_OR_COMMENT = re.compile(rf"(#[^\n]*)|(?:{STRING})(?:\s+[frFR]?(?:{STRING}))*", re.DOTALL)
+"""Adjacent strings, or a comment as the first group: a tenth of the time of `ast` or `tokenize`."""
+DOCSTRING = re.compile(r'(?:\A(?:#.*\n|\s)*|:(?:[ \t]*#.*)?\n\s*)[rR]?"{3}(.*)')
+DEFINITION = re.compile(r"^[ \t]*(?:async )?(?:def|class) (\w+)", re.MULTILINE)
 ALLOWED_NAMES = {
     "in_place": "PyTorch's term for an operation that overwrites its input",
     "found_inf": "PyTorch's name of the overflow flag of a gradient scaler",
@@ -87,28 +86,30 @@ def is_dialect_name(name: str) -> bool:
     return NAMES.search(snake) is not None
 
 
+def line_of(source: str, position: int) -> int:
+    return source.count("\n", 0, position) + 1
+
+
 def texts(source: str) -> Iterator[tuple[int, int, str]]:
     """Docstrings, comments and strings with a space (messages, help), with their first and last lines."""
-    for node in nodes(source):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
-            yield node.lineno, node.end_lineno or node.lineno, node.value
-    for match in STRING_OR_COMMENT.finditer(source):
+    for match in STRINGS_OR_COMMENT.finditer(source):
         if match[1]:
-            line = source.count("\n", 0, match.start()) + 1
-            yield line, line, match[1]
+            text = match[1]
+        else:
+            text = "".join(string[0].strip("\"'") for string in re.finditer(STRING, match[0], re.DOTALL))
+        if match[1] or " " in text:
+            yield line_of(source, match.start()), line_of(source, match.end()), text.replace("\\n", "\n")
 
 
-def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    for node in statements(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            if text := ast.get_docstring(node):
-                yield getattr(node, "lineno", 1), text
+def docstrings(source: str) -> Iterator[tuple[int, str]]:
+    """Yield the line and the first line of text of each docstring."""
+    for match in DOCSTRING.finditer(source):
+        yield line_of(source, match.start(1)), match[1]
 
 
 def definitions(source: str) -> Iterator[tuple[int, str]]:
-    for node in statements(parsed(source)):
-        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node.lineno, node.name
+    for match in DEFINITION.finditer(source):
+        yield line_of(source, match.start(1)), match[1]
 
 
 def prose(markdown: str) -> str:
@@ -157,12 +158,9 @@ def _other_files() -> list[tuple[Path, str]]:
 @pytest.mark.parametrize("kind", ["sources", "others"])
 def test_docstrings_open_with_a_verb_or_a_noun(kind):
     rates = Rates()
-    if kind == "sources":
-        trees = ((path, parsed(source.text)) for path, source in FILES)
-    else:
-        trees = ((path, syntax_tree(text)) for path, text in _other_files())
-    for path, tree in trees:
-        for line, text in docstrings(tree):
+    files = _other_files() if kind == "others" else [(path, source.text) for path, source in FILES]
+    for path, source in files:
+        for line, text in docstrings(source):
             rates.total += 1
             if is_bad_opening(text):
                 rates.hits.append(f"{path.relative_to(ROOT)}:{line} {text.split()[0]}")
@@ -220,7 +218,7 @@ def test_a_planted_word_is_found_on_its_line():
     ],
 )
 def test_a_planted_docstring_is_found(planted, is_bad):
-    ((_, text),) = docstrings(ast.parse(planted))
+    ((_, text),) = docstrings(planted)
     assert is_bad_opening(text) == is_bad
 
 

@@ -40,6 +40,7 @@ def resumed_with_shards(model: Path, output_dir: Path) -> tuple[Any, Any]:
     settings = ZERO | {"bf16": True, "save_strategy": "steps", "save_steps": 1, "warmup_steps": 0}
     first = make_trainer(model, output_dir, max_steps=1, **settings)
     quietly(first.train)
+    settings |= {"save_strategy": "no"}
     trainer = make_trainer(model, output_dir, max_steps=2, callbacks=[Look()], **settings)
     quietly(lambda: trainer.train(resume_from_checkpoint=True))
     return optimizer_shards(first), begun
@@ -87,7 +88,7 @@ def in_half(model: Path, output_dir: Path, cases: dict[str, dict[str, Any]]) -> 
         quietly(first.train)
         exact = {name: tensor.detach().reshape(-1) for name, tensor in first.model.trained_parameters()}
         begun: dict[str, Any] = {}
-        settings |= {"bf16": True, "use_distributed_optimizer": "split" in name}
+        settings |= {"bf16": True, "use_distributed_optimizer": "split" in name, "save_strategy": "no"}
         trainer = make_trainer(model, output_dir / name, max_steps=2, callbacks=[Look()], **settings)
         quietly(lambda trainer=trainer: trainer.train(resume_from_checkpoint=True))
         assert begun.keys() == exact.keys() != set()

@@ -85,7 +85,7 @@ def best_layouts(
         if cut or len(passing) == _COMPARED:
             break
         one = replace(fit, changes=unset | fit.changes)
-        problems = _problems(task, values, one.changes, gpus, target)
+        problems = _problems(task, values, one.changes, run, target)
         checked += 1
         refused.update(problems)
         passing += [] if problems else [one]
@@ -135,13 +135,13 @@ def with_one_rank(values: Values) -> Values:
 
 
 def _problems(
-    task: "Task", values: Values, changes: JsonObject, gpus: int, target: "Target"
+    task: "Task", values: Values, changes: JsonObject, run: Run, target: "Target"
 ) -> tuple[str, ...]:
     try:
         settings = make_settings(task, {**without_layout(values), **changes}, "--search")
     except McaError as error:
         return tuple(list_problems(error))
-    return check(task, settings, lambda *_: gpus, target, machine=False).impossible
+    return check(task, settings, lambda *_: run.world_size, target, machine=False, searched=run).impossible
 
 
 def render(best: Best, batch: str, gpus: int, hardware: Hardware, shortage: str | None) -> str:

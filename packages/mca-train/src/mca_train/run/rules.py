@@ -97,6 +97,7 @@ def check(
     target: "Target | None" = None,
     *,
     machine: bool = True,
+    searched: Run | None = None,
 ) -> Findings:
     """Find all problems of a run without reading weights or rows.
 
@@ -106,13 +107,15 @@ def check(
         ranks: Function that returns the number of ranks; by default that of a start on this machine.
         target: Hardware of the ranks; None: this machine.
         machine: Apply the rules about files, directories and packages of this machine.
+        searched: Run without problems that differs in layout alone: its models and its learning rates are known.
     """
     platform.prepare()  # before anything below imports Megatron
-    impossible = [problem for rule in KEYS for problem in rule(task, settings)]
+    rules = [rule for rule in KEYS if searched is None or rule is not _schedule]
+    impossible = [problem for rule in rules for problem in rule(task, settings)]
     missing = [problem for rule in MACHINE for problem in rule(task, settings)] if machine else []
     run = None
     try:
-        run, unread = _read_run(task, settings, ranks)
+        run, unread = _read_run(task, settings, ranks, searched)
     except McaError as error:
         impossible += list_problems(error)
     else:
@@ -127,15 +130,18 @@ def check(
 
 
 def _read_run(
-    task: Task, settings: Settings, ranks: Callable[[LaunchArguments, ParallelLayout], int]
+    task: Task,
+    settings: Settings,
+    ranks: Callable[[LaunchArguments, ParallelLayout], int],
+    searched: Run | None,
 ) -> tuple[Run, list[str]]:
     """Return the run with the architectures of its models, and the problems of reading the reference's."""
-    stored = model_config(settings.data.model_name_or_path)
+    stored = searched.stored if searched else model_config(settings.data.model_name_or_path)
     model = trained_model(stored, task.head(settings), task.name)
     settings = replace(settings, data=task.resolve_labels(settings.data, model))
     layout = resolve_layout(settings.training, model)
     world_size = ranks(settings.launch, layout)
-    reference, unread = _read_reference(task, settings, model)
+    reference, unread = (searched.reference, []) if searched else _read_reference(task, settings, model)
     run = Run(
         task=task,
         settings=settings,
@@ -164,6 +170,10 @@ def _read_reference(
 
 
 # Keys, independent of model and machine
+
+
+def _schedule(task: Task, settings: Settings) -> Iterable[str]:
+    return schedule_problems(settings.training)
 
 
 def backend(task: Task, settings: Settings) -> Iterator[str]:
@@ -218,7 +228,7 @@ def images(run: Run, target: "Target | None") -> Iterator[str]:
 
 KEYS: tuple[Callable[[Task, Settings], Iterable[str]], ...] = (
     *KEY_RULES,
-    lambda task, settings: schedule_problems(settings.training),
+    _schedule,
     backend,
 )
 """Rules that no machine could follow, from the keys alone."""

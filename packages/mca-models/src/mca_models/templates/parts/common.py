@@ -5,6 +5,7 @@ What a single family does otherwise is in that family's own file.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 
 from mca_config.model_config import McaModelConfig
 from mca_config.types import Typed
@@ -212,11 +213,15 @@ def fused_mlp() -> list[Param]:
 def renamed(rules: Iterable[Param], names: Mapping[str, str]) -> list[Param]:
     """Return ``rules`` with other HF names: the first key of ``names`` in a name is replaced by its value."""
 
-    def new(name: str) -> str:
+    def new_name(name: str) -> str:
         old = next((old for old in names if old in name), "")
         return name.replace(old, names[old]) if old else name
 
-    return [replace(rule, hf=tuple(new(name) for name in rule.hf)) for rule in rules]
+    @cache  # the rules of all layers and experts have the same few names
+    def new_names(hf: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(map(new_name, hf))
+
+    return [rule if new_names(rule.hf) == rule.hf else replace(rule, hf=new_names(rule.hf)) for rule in rules]
 
 
 def in_fp32(rules: Iterable[Param], *ends: str) -> list[Param]:
