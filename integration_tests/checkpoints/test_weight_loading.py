@@ -104,7 +104,7 @@ def load_fp8(pairs: list[tuple[Path, str]]) -> None:
 
 def test_fp8_is_taken_with_its_scales(tmp_path: Path) -> None:
     pairs = [("deepseek_v3", "tp2pp2sp"), ("granitemoe", "ep2pp2dp2")]
-    sizes = {"hidden_size": 320, "intermediate_size": 272}
+    sizes = {"hidden_size": 320, "intermediate_size": 272, "num_hidden_layers": 2}
     made = [(save(case, tmp_path / case, "bfloat16", **sizes), layout) for case, layout in pairs]
     run_ranks(4, load_fp8, made)
 

@@ -89,11 +89,11 @@ def predicting(checkpoint: Path, output: Path, **changes: Any) -> dict[str, list
     from mca_models.templates import config_from_hf
     from mca_train import McaTrainer
 
-    run = {"max_steps": 2, "learning_rate": 1e-3, "gradient_accumulation_steps": 8, "warmup_steps": 0}
+    run = {"max_steps": 2, "learning_rate": 1e-3, "gradient_accumulation_steps": 4, "warmup_steps": 0}
     args = arguments(output, **(run | changes))
     described = json.loads((checkpoint / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
     model = AutoModel.from_config(config_from_hf(described), args, dtype="float32")
-    trainer = quietly(lambda: McaTrainer(model=model, args=args, train_dataset=tokens(8), pack_length=32))
+    trainer = quietly(lambda: McaTrainer(model=model, args=args, train_dataset=tokens(4), pack_length=32))
     quietly(trainer.train)
     return {key: history(trainer, key) for key in KEYS}
 

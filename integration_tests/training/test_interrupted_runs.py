@@ -12,7 +12,7 @@ import pytest
 from cases import needed
 from harness import run_ranks
 from interruptions import Killed, interruption
-from train_cases import make_trainer, quietly, sparse_checkpoint, tiny_checkpoint
+from train_cases import make_trainer, quietly, samples, sparse_checkpoint, tiny_checkpoint
 
 pytestmark = [pytest.mark.ranks, pytest.mark.one_fork]
 
@@ -77,7 +77,7 @@ def made(checkpoint: Path, output: Path, **changes: Any) -> Any:
     from transformers import EarlyStoppingCallback
 
     patience, size = changes.pop("early", None), changes.pop("steps_of_epochs", None)
-    trainer = make_trainer(checkpoint, output, **(RUN | changes))
+    trainer = make_trainer(checkpoint, output, eval_dataset=samples(3, seed=9), **(RUN | changes))
     if size:
         trainer.add_callback(ending_epochs(size))
     if patience:

@@ -117,6 +117,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("omni")
 
 
+@cache
 def _inputs(folder: Path, asked: str, files: tuple[str, ...], said: str) -> dict[str, torch.Tensor]:
     """Return the inputs of transformers' own processor; clips of Qwen 3 Omni one by one, without padding."""
     from drawn_images import processor

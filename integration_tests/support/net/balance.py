@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ class Routers:
         depths = {id(part): depth for depth, layer in enumerate(ahead, 1) for part in layer.modules()}
         self.depths = [depths.get(id(block), 0) for block in self.blocks]
         routers = [_router(block) for block in self.blocks]
-        can = any("sigmoid" in inspect.getsource(type(router)) for router in routers)
+        can = any(_names_sigmoid(type(router)) for router in routers)
         self.sigmoid = can and getattr(config, "expert_selection_fn", "sigmoid") == "sigmoid"
         self.top = max((_top(router, config) for router in routers), default=0)
 
@@ -105,6 +106,11 @@ class Routers:
             for bias in biases(block).values():
                 counts = torch.stack([count for of in micro for count in of[layer].counts]).sum(0).float()
                 bias += rate * torch.sign(counts.mean() - counts)
+
+
+@cache
+def _names_sigmoid(router: type) -> bool:
+    return "sigmoid" in inspect.getsource(router)
 
 
 def _is_block(module: Any) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-STEPS = 3
+STEPS = 2
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -103,7 +103,7 @@ class _Run:
         self.routers = Routers(model, main.config, model.layers if case.prediction else ())
         self.trained = [(name, p) for name, p in self._named() if p.requires_grad]
         self.base = float(self.options.get("learning_rate", 1e-3))
-        self.optimizer = self._optimizer()
+        self.optimizer, self.shares = self._optimizer(), self._shares()
 
     def _named(self) -> list[tuple[str, Tensor]]:
         if self.case.prediction:
@@ -149,17 +149,19 @@ class _Run:
             )
         return torch.optim.AdamW(groups, lr=self.base, eps=float(self.options["adam_epsilon"]))
 
-    def _share(self, step: int) -> float:
-        """Return the fraction of the highest rate in the next step, before ``min_lr`` raises it."""
+    def _shares(self) -> list[float]:
+        """Return the fraction of the highest rate in each step, before ``min_lr`` raises it."""
         from transformers import get_scheduler
 
         carrier = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
         kind, warmup = self.options["lr_scheduler_type"], int(self.options.get("warmup_steps", 0))
         scheduler: Any = get_scheduler(kind, carrier, warmup, STEPS)
-        for _ in range(step):
+        found = []
+        for _ in range(STEPS):
+            found.append(float(carrier.param_groups[0]["lr"]))
             carrier.step()
             scheduler.step()
-        return float(carrier.param_groups[0]["lr"])
+        return found
 
     def _least(self, *, outer: bool) -> float:
         apart = self.options.get("decoupled_min_lr") if outer else None
@@ -168,10 +170,10 @@ class _Run:
     def _rate(self, group: dict[str, Any], step: int) -> float:
         warming = step < int(self.options.get("warmup_steps", 0))
         least = 0.0 if warming else float(group["least"])
-        return least + (float(group["highest"]) - least) * self._share(step)
+        return least + (float(group["highest"]) - least) * self.shares[step]
 
     def step(self, number: int, micro: list[list[Any]]) -> tuple[float, dict[str, Tensor], float]:
-        """One optimizer step: the loss, the gradients and their norm."""
+        """One optimizer step: the loss, the gradients of the first step and their norm."""
         sums, targets, routed = [torch.zeros(())] * (1 + self.case.prediction), [], []
         for samples in micro:
             with self.routers.watched() as seen:
@@ -183,9 +185,12 @@ class _Run:
         main, *further = (x / max(count, 1) for x, count in zip(sums, targets, strict=True))
         scale = float(self.options.get("mtp_loss_scaling_factor", MTP_SCALE)) / max(self.case.prediction, 1)
         (main + scale * sum(further, torch.zeros(())) + self._balance(routed)).backward()
-        gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in self.trained}
-        norm = self._move(number, routed)
-        return float(main.detach()), self._in_files(gradients), norm
+        gradients = {} if number else self._gradients()
+        return float(main.detach()), gradients, self._move(number, routed)
+
+    def _gradients(self) -> dict[str, Tensor]:
+        found = {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in self.trained}
+        return self._in_files(found)
 
     def _move(self, number: int, routed: list[Any]) -> float:
         """Clips and steps; the norm before."""
