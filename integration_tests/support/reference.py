@@ -208,11 +208,11 @@ SCALES = ("norm", ".ln_", "layer_scalar")
 
 
 @cache
-def hf_model(case: str) -> Any:
-    """The model of ``case`` in fp32, its weights random and far from their initial ones."""
+def hf_model(case: str, **sizes: int) -> Any:
+    """The model of ``case`` with ``sizes`` in fp32, its weights random and far from their initial ones."""
     model_type, different = CASES[case]
     tiny_versions.require(model_type, different)
-    config = transformers.AutoConfig.for_model(model_type, **{**SIZE, **different})
+    config = transformers.AutoConfig.for_model(model_type, **{**SIZE, **different, **sizes})
     generator = torch.Generator().manual_seed(len(case))
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     saved = model.state_dict()
@@ -224,13 +224,24 @@ def hf_model(case: str) -> Any:
     return model
 
 
-def make_reference(case: str, folder: Path, dtype: str = "float32", batch: int = 3) -> Reference:
-    """Saves the model of ``case`` under ``folder`` (cast to ``dtype``); the logits are those in fp32."""
+def make_reference(
+    case: str,
+    folder: Path,
+    dtype: str = "float32",
+    batch: int = 3,
+    *,
+    with_graph: bool = False,
+    **sizes: int,
+) -> Reference:
+    """Saves the model of ``case`` with ``sizes`` in ``folder`` (cast to ``dtype``); the logits are those in fp32.
+
+    With ``with_graph`` they have a gradient.
+    """
     path = folder / f"{case}-{dtype}"
-    model = hf_model(case)
+    model = hf_model(case, **sizes)
     generator = torch.Generator().manual_seed(7)
     input_ids = torch.randint(0, SIZE["vocab_size"], (batch, 24), generator=generator)
-    with torch.no_grad(), recorded_experts(model, batch) as experts:
+    with torch.set_grad_enabled(with_graph), recorded_experts(model, batch) as experts:
         logits = model(input_ids, use_cache=False).logits
     if not path.exists():
         if dtype == "float32":

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from train_cases import history, quietly
 
-STEPS, UPDATES, ROWS = 8, 2, 4
+STEPS, UPDATES, ROWS = 6, 2, 4
 CLIP, BETA, TEMPERATURE = 0.01, 0.2, 0.8
 PROMPT, ANSWER, VOCAB = 7, 13, 256
 WIDTH = PROMPT + ANSWER

@@ -10,7 +10,7 @@ import trl_formulas
 import trl_grpo
 from train_cases import history, quietly
 
-STEPS, BETA, ALPHA, SMOOTHING = 8, 0.3, 0.4, 0.1
+STEPS, BETA, ALPHA, SMOOTHING = 6, 0.3, 0.4, 0.1
 PAIRS = (
     "rewards/chosen",
     "rewards/rejected",

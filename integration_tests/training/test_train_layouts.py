@@ -16,7 +16,7 @@ pytestmark = pytest.mark.ranks
 @pytest.fixture(scope="module")
 def curves(tmp_path_factory, every_case):
     """Return the curves of more steps than an epoch has, the last of which is short."""
-    run = (loss_curves.STEPS, loss_curves.COUNT) if every_case else (5, 14)
+    run = (loss_curves.STEPS, loss_curves.COUNT) if every_case else (4, 10)
     return CurvesOf(tmp_path_factory.mktemp("curves"), *run)
 
 

@@ -1,6 +1,7 @@
 """``kill -9`` at random moments never leaves a directory that a reader takes for complete."""
 
 import errno
+import itertools
 import os
 import random
 import re
@@ -18,26 +19,40 @@ from files import assert_same_tensors, tree
 from mca_convert.cli import main
 
 KILLS = int(os.environ.get("MCA_TEST_KILLS", "8"))  # 50 for the whole proof
-# converts in a process that has imported everything, in which the alarm rings some seconds after the n-th touch of a
-# file, and which ends there as by kill -9: Python does not hear of it; prints how many touches there were
-CHILD = """
-import itertools, os, signal, sys
-from mca_convert import cli
-from mca_convert import commands, conversion, engine
-number, seconds, count = int(sys.argv[1]), float(sys.argv[2]), itertools.count(1)
-def hear(event, args):
-    if event.startswith(("open", "os.", "mmap.")) and next(count) == number:
-        signal.setitimer(signal.ITIMER_REAL, seconds)
-sys.addaudithook(hear)
-code = cli.main(sys.argv[3:])
-print(next(count) - 1)
-sys.exit(code)
-"""
 
 
-def run_and_kill(arguments: list[str], number: int, seconds: float) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", CHILD, str(number), str(seconds), *arguments]
-    return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=False)
+def run_and_kill(arguments: list[str], number: int, seconds: float) -> tuple[int, int]:
+    """Convert in a fork in which the alarm rings some seconds after the n-th touch of a file.
+
+    The fork ends there as by kill -9: Python does not hear of it. Return its exit code and, if it has ended by itself,
+    how many touches there were.
+    """
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.write(writer, b"%d" % _convert(arguments, number, seconds))
+            code = 0
+        finally:
+            os._exit(code)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        touches = int(pipe.read() or 0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), touches
+
+
+def _convert(arguments: list[str], number: int, seconds: float) -> int:
+    count = itertools.count(1)
+
+    def hear(event: str, args: object) -> None:
+        if event.startswith(("open", "os.", "mmap.")) and next(count) == number:
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    sys.addaudithook(hear)
+    assert main(arguments) == 0
+    return next(count) - 1
 
 
 @pytest.mark.timeout(600)
@@ -54,15 +69,15 @@ def test_killed_at_random_moments(tiny, convert, tmp_path: Path) -> None:
         mca: ["--checkpoint_path", str(source), "--output_path", str(mca), *layout],
         hf: ["--checkpoint_path", str(tmp_path / "expected"), "--output_path", str(hf)],
     }
-    whole = {target: int(run_and_kill(runs[target], 0, 0).stdout.split()[-1]) for target in runs}
+    whole = {target: run_and_kill(runs[target], 0, 0)[1] for target in runs}
     shutil.rmtree(tmp_path / "k")
     outcomes = {"killed": 0, "done": 0}
     for number in range(KILLS):
         target = (mca, hf)[number % 2]
-        ended = run_and_kill(
+        code, _ = run_and_kill(
             runs[target], generator.randint(1, int(1.2 * whole[target])), generator.uniform(1e-6, 0.003)
         )
-        assert ended.returncode in (0, -signal.SIGALRM)
+        assert code in (0, -signal.SIGALRM)
         if target.exists():
             outcomes["done"] += 1
             assert tree(mca) == expected if target == mca else True

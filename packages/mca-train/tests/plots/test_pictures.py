@@ -1,4 +1,4 @@
-"""The pictures of a plan: all are written, in both forms, and say what they show at 16 stages."""
+"""The pictures of a plan: all are written, in both forms, and say what they show at 8 stages."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from mca_train.plots import prepare_folder
 from mca_train.plots.figures import bubble_fraction, draw_all, group_name, run_timeline
 
 GIB = 1024**3
-STAGES, MICRO_BATCHES = 16, 16
+STAGES, MICRO_BATCHES = 8, 8
 LAYOUT = ParallelLayout(tensor_model_parallel_size=2, pipeline_model_parallel_size=STAGES)
 GRID = RankGrid(LAYOUT, 4 * STAGES)
 
@@ -58,16 +58,16 @@ def test_every_picture_is_written_and_says_what_it_shows(tmp_path: Path) -> None
         head = path.read_bytes()[:200]
         assert head.startswith(b"\x89PNG") if path.suffix == ".png" else b"<?xml" in head
     schedule = (tmp_path / "schedule.svg").read_text()
-    assert "stage 15" in schedule
-    assert "19% waiting in a step of 64 micro-batches, 48% in the 16 shown" in schedule  # 15 of 79, of 31
+    assert "stage 7" in schedule
+    assert "10% waiting in a step of 64 micro-batches, 47% in the 8 shown" in schedule  # 7 of 71, of 15
     for name in ("memory", "memory_over_step"):
         assert "measured elsewhere" in (tmp_path / f"{name}.svg").read_text()
     assert "75.1 usable" in (tmp_path / "memory.svg").read_text()
-    assert "30-31 head" in (tmp_path / "layers.svg").read_text()
+    assert "14-15 head" in (tmp_path / "layers.svg").read_text()
     messages = (tmp_path / "messages.svg").read_text()
     assert "tp (2 ranks)" in messages
-    assert "in a step of 64 micro-batches, 16 of which were run" in messages
-    assert "32 GiB, 160 times" in messages and "5 KiB, 4 times" in messages
+    assert "in a step of 64 micro-batches, 8 of which were run" in messages
+    assert "36 GiB, 180 times" in messages and "5 KiB, 4 times" in messages
 
 
 def test_passes_that_take_equally_long_wait_as_the_formula_of_the_bubble_says() -> None:
@@ -83,7 +83,7 @@ def test_groups_are_named_by_their_axis() -> None:
     for axis in ("tp", "dp", "pp"):
         message = Message("allreduce", GRID.rank_group(axis, 0), 1, 1)
         assert group_name(message, 0, GRID).startswith(f"{axis} (")
-    assert group_name(Message("allreduce", tuple(range(64)), 1, 1), 0, GRID) == "all 64 ranks"
+    assert group_name(Message("allreduce", tuple(range(32)), 1, 1), 0, GRID) == "all 32 ranks"
 
 
 def test_a_directory_that_cannot_be_written_is_told_before_anything_is_computed(tmp_path: Path) -> None:
