@@ -99,7 +99,7 @@ def lives(checkpoint: Path, output_dir: Path) -> dict[str, Any]:
 
 
 def test_a_run_keeps_its_own_checkpoints_and_no_others(tmp_path):
-    (found,) = run_ranks(1, lives, tiny_checkpoint(tmp_path / "tiny", num_hidden_layers=2), tmp_path / "a")
+    (found,) = run_ranks(1, lives, tiny_checkpoint(tmp_path / "tiny", num_hidden_layers=1), tmp_path / "a")
     assert found["first"] == ["4", "6"]
     for name in ("anew", "from elsewhere"):
         said, left = found[name]

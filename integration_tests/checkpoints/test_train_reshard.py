@@ -48,7 +48,7 @@ def pairs(layouts: dict[str, Any]) -> list[Any]:
 
 @dataclass
 class Runs:
-    """Runs of one model that were stopped, each made once, and the curve of one that was not."""
+    """Runs of one model that were stopped, and that were not, each made once."""
 
     model: Path
     folder: Path
@@ -56,28 +56,28 @@ class Runs:
     first: int
     steps: int
     settings: dict[str, Any] = field(default_factory=dict)
-    curves: dict[str, Any] = field(default_factory=dict)
+    curves: dict[tuple[str, int], Any] = field(default_factory=dict)
 
     def straight(self, name: str) -> Any:
-        """The whole curve on a layout, which leaves a checkpoint on its way."""
-        if len(self.curves.get(name, {}).get("loss", ())) < self.steps:
-            self._run(name, self.steps)
-        return self.curves[name]
+        """The whole curve on a layout."""
+        return self._run(name, self.steps)
 
     def resumed(self, before: str, after: str, output: Path) -> Any:
         """The whole curve of which the beginning was made on another layout."""
-        if before not in self.curves:
-            self._run(before, self.first)
+        self._run(before, self.first)
         size, changes = self.layouts[after]
-        checkpoint = self.folder / before / f"checkpoint-{self.first}"
+        checkpoint = self.folder / f"{before}-{self.first}" / f"checkpoint-{self.first}"
         found = run_ranks(size, run, self.model, output, self.steps, checkpoint, **self.settings | changes)
         return found[0]
 
-    def _run(self, name: str, steps: int) -> None:
-        size, changes = self.layouts[name]
-        settings = self.settings | changes | {"first": self.first}
-        found = run_ranks(size, run, self.model, self.folder / name, steps, **settings)
-        self.curves[name] = found[0]
+    def _run(self, name: str, steps: int) -> Any:
+        """The curve of a run, which leaves a checkpoint if it stops after the first steps."""
+        if (name, steps) not in self.curves:
+            size, changes = self.layouts[name]
+            settings = self.settings | changes | {"first": self.first if steps == self.first else 0}
+            found = run_ranks(size, run, self.model, self.folder / f"{name}-{steps}", steps, **settings)
+            self.curves[name, steps] = found[0]
+        return self.curves[name, steps]
 
     def difference(self, before: str, after: str, output: Path) -> float:
         """The largest relative one to the loss curve of one process; on its own layout there must be none."""

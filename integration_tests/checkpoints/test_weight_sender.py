@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_hf
 import torch
 
 from harness import run_ranks
@@ -14,7 +15,6 @@ from layouts import arguments
 from mca_config.errors import McaError
 from mca_models.megatron.state import sender as sender_module
 from mca_models.megatron.state.sender import WeightManifest
-from reference import make_reference
 from weight_streams import SMALL
 
 pytestmark = pytest.mark.ranks
@@ -133,7 +133,7 @@ def _require_manifest(
 
 
 def test_a_sender_sends_what_changed_and_its_manifest_finds_every_fault(tmp_path: Path) -> None:
-    path = make_reference("gpt_oss", tmp_path).path
+    path = tiny_hf.save("gpt_oss", tmp_path / "model", num_hidden_layers=2)
     run_ranks(4, updates, path, "ep2pp2")
 
 

@@ -3,9 +3,8 @@
 Gradients are put in the place of weights and exported, so gathering and templates are tested too.
 """
 
-import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from checkpoint_files import read
 from harness import run_ranks
 from layouts import arguments
 from parity import TOLERANCE
-from reference import Reference, hf_model, make_reference
+from reference import Reference, hf_model, make_reference, model_for
 from routing import compare
 
 NO_DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
@@ -28,18 +27,30 @@ UNTRAINED = ("e_score_correction_bias", "expert_bias", "layer_scalar", "act_fn.b
 def expected_gradients(reference: Reference, folder: Path) -> Path:
     """A checkpoint with transformers' gradients in the place of weights."""
     path = folder / f"{reference.model}-expected"
-    return export_transformers_gradient(copy.deepcopy(hf_model(reference.model)), reference.input_ids, path)
+    return export_transformers_gradient(hf_model(reference.model), reference.input_ids, path)
 
 
 def export_transformers_gradient(model: Any, input_ids: torch.Tensor, path: Path) -> Path:
-    """Replace the weights of ``model`` by their gradients, and save it."""
-    logits = model(input_ids, use_cache=False).logits[:, :-1]
-    torch.nn.functional.cross_entropy(logits.flatten(0, 1), input_ids[:, 1:].flatten()).backward()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
-    model.save_pretrained(path)
+    """Save the gradients of ``model`` as if they were its weights, which stay as they are."""
+    return _save_gradients(model, model(input_ids, use_cache=False).logits, input_ids, path)
+
+
+def _save_gradients(model: Any, logits: torch.Tensor, input_ids: torch.Tensor, path: Path) -> Path:
+    torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), input_ids[:, 1:].flatten()).backward()
+    saved = model.state_dict(keep_vars=True)
+    for name, tensor in saved.items():
+        if isinstance(tensor, torch.nn.Parameter):
+            saved[name] = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+    model.save_pretrained(path, state_dict=saved)
+    model.zero_grad()
     return path
+
+
+def _reference_with_gradients(model: str, folder: Path) -> Reference:
+    """`make_reference` and `expected_gradients` of one forward pass."""
+    reference = make_reference(model, folder, batch=4, with_graph=True)
+    _save_gradients(hf_model(model), reference.logits, reference.input_ids, folder / f"{model}-expected")
+    return replace(reference, logits=reference.logits.detach())
 
 
 def batches(input_ids: torch.Tensor, micro_batches: int) -> Iterator[dict[str, torch.Tensor]]:
@@ -173,18 +184,17 @@ class Computed:
         """Logits, experts and gradients are those of transformers."""
         found = self.by_rank[case]
         assert all(isinstance(difference, float) and difference <= TOLERANCE for difference in found), found
-        worst = worst_errors(self.folder / f"{case.model}-expected", self.folder / case.id)
+        model = model_for(case)
+        worst = worst_errors(self.folder / f"{model}-expected", self.folder / f"{model}-{case.layout}")
         assert worst[0][1] <= TOLERANCE, worst
 
 
 def compute_all(cases: Sequence[Case], folder: Path) -> Computed:
     """Return what `compute` finds for each case."""
-    references = {model: make_reference(model, folder, batch=4) for model in {case.model for case in cases}}
-    for reference in references.values():
-        expected_gradients(reference, folder)
+    references = {model: _reference_with_gradients(model, folder) for model in {*map(model_for, cases)}}
     computed = Computed(folder, {})
     for group in group_for_forks(cases):
-        work = {case: references[case.model] for case in group}
+        work = {case: references[model_for(case)] for case in group}
         for rank in run_ranks(group[0].num_ranks, compute_each, work, folder, timeout=300):
             for case, found in zip(group, rank, strict=True):
                 computed.by_rank.setdefault(case, []).append(found)

@@ -8,7 +8,7 @@ import torch
 
 from layouts import arguments
 from lora_cases import CASES
-from lora_training import adapter_of, megatron_gradients, peft_gradients, tokens
+from lora_training import adapter_of, megatron_gradients, tokens
 from reference import make_reference
 
 TOLERANCE = 1e-4  # of the largest element of a tensor's gradient
@@ -52,8 +52,7 @@ def expected_of(case: str, folder: Path) -> Expected:
     base_case, settings = CASES[case]
     base = make_reference(base_case, folder).path
     theirs = adapter_of(base, folder / f"{case}-peft", settings, train=False)
-    adapter = theirs["adapter"]
-    return Expected(base, adapter, theirs["before"], peft_gradients(base, adapter))
+    return Expected(base, theirs["adapter"], theirs["before"], theirs["gradients"])
 
 
 def assert_equal_pefts(theirs: Expected, ours: Found, tolerance: float = TOLERANCE) -> None:

@@ -104,7 +104,10 @@ def _forward_step(iterator: Any, model: Any) -> tuple[torch.Tensor, Callable[...
 
 
 def adapter_of(base: Path, folder: Path, settings: dict[str, Any], *, train: bool = True) -> dict[str, Any]:
-    """Return ``peft``'s adapter of ``settings`` on the model in ``base``: directories, logits before and after."""
+    """Return ``peft``'s adapter of ``settings`` on the model in ``base``: directories, logits before and after.
+
+    Without training: the gradients instead.
+    """
     import peft
     import transformers
 
@@ -122,6 +125,8 @@ def adapter_of(base: Path, folder: Path, settings: dict[str, Any], *, train: boo
         lora.eval()
         found |= {"after": hf_logits(lora), "trained": folder / "trained"}
         lora.save_pretrained(folder / "trained")
+    else:
+        found["gradients"] = adapter_gradients(lora.eval())  # seed_oss has dropout
     return found
 
 
@@ -134,16 +139,6 @@ def loaded_logits(base: Path, adapter: Path) -> torch.Tensor:
         transformers.AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager").float().eval()
     )
     return hf_logits(peft.PeftModel.from_pretrained(model, adapter).eval())
-
-
-def peft_gradients(base: Path, adapter: Path) -> dict[str, torch.Tensor]:
-    """`adapter_gradients` of ``adapter`` on the model in ``base``."""
-    import peft
-    import transformers
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager").float()
-    # seed_oss has dropout
-    return adapter_gradients(peft.PeftModel.from_pretrained(model, adapter, is_trainable=True).eval())
 
 
 def adapter_gradients(lora: Any) -> dict[str, torch.Tensor]:

@@ -16,11 +16,11 @@ pytestmark = pytest.mark.ranks
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(tmp_path_factory, every_case):
     from tokenizers_for_tests import byte_tokenizer
 
     folder = tmp_path_factory.mktemp("mixture")
-    tiny_checkpoint(folder / "model", vocab_size=264, num_hidden_layers=2)
+    tiny_checkpoint(folder / "model", vocab_size=264, num_hidden_layers=2 if every_case else 1)
     byte_tokenizer().save_pretrained(folder / "model")
     for name, word, count in (("easy", "aaaa", 5), ("hard", "q7!z", 11)):
         rows = [{"prompt": word * (n % 3 + 1), "completion": word * (n % 4 + 2)} for n in range(count)]
