@@ -56,9 +56,11 @@ def worst(one: list[float], other: list[float]) -> float:
 
 @pytest.mark.cases(0, always=["qwen3_moe"])
 @pytest.mark.parametrize("case", CASES)
-def test_losses_equal_the_single_process_run(case, tmp_path):
+def test_losses_equal_the_single_process_run(case, tmp_path, every_case):
     checkpoint = make_reference(case, tmp_path).path
     settings, layouts = CASES[case]
+    if not every_case:  # the test of balancing losses compares the same on stages
+        layouts = {name: layout for name, layout in layouts.items() if name != "pp2"}
     single = run_ranks(1, losses, checkpoint, tmp_path / "one", **settings)[0]
     assert len(single["loss"]) == 2
     assert {size for size, _ in layouts.values()} == {2}
@@ -79,8 +81,8 @@ def test_balancing_losses_are_logged_apart(tmp_path):
     assert len(single["moe_load_balancing_loss"]) == 2
     assert min(single["moe_load_balancing_loss"]) > 0.5  # 1 where all experts get as much
     for rank in staged:
-        assert worst(single["moe_load_balancing_loss"], rank["moe_load_balancing_loss"]) < 1e-4
-        assert worst(single["loss"], rank["loss"]) < 1e-4
+        for key in ("moe_load_balancing_loss", "loss", "grad_norm", "eval_loss"):
+            assert worst(single[key], rank[key]) < 1e-4, key
 
 
 def predicting(checkpoint: Path, output: Path, **changes: Any) -> dict[str, list[float]]:
