@@ -94,6 +94,11 @@ def test_what_fits(more: dict[str, Any], sizes: ParallelLayout, world: int | Non
             layout(pp=4),
             ["num_layers 30", "change pipeline_model_parallel_size, for example to 3,"],
         ),
+        (
+            {"num_layers": 7},
+            layout(pp=2),
+            ["num_layers 7", "pipeline_model_parallel_size, for example to 1,"],
+        ),
         ({}, layout(tp=16), ["num_attention_heads 8", "tensor_model_parallel_size 16", "for example to 8"]),
         (
             {"num_attention_heads": 12, "num_query_groups": 3},
