@@ -16,7 +16,7 @@ from checkpoint_files import read
 from gradients import Computed, compute_all, expected_gradients, export_gradient, worst_errors
 from harness import run_ranks
 from parity import TOLERANCE
-from reference import Reference, hf_model, make_reference
+from reference import Reference, hf_model, make_reference, model_for
 
 pytestmark = pytest.mark.ranks
 
@@ -24,7 +24,11 @@ pytestmark = pytest.mark.ranks
 @pytest.fixture(scope="module")
 def computed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Computed:
     cases = needed(request)
-    one_rank = [Case(case.model, "tp1") for case in cases if case in EXPERT_BIASES]
+    one_rank = [
+        Case(case.model, "tp1", ("all-layers",) * ("pp" in case.layout))
+        for case in cases
+        if case in EXPERT_BIASES
+    ]
     return compute_all(list(dict.fromkeys([*cases, *one_rank])), tmp_path_factory.mktemp("computed"))
 
 
@@ -65,11 +69,12 @@ def test_the_padding_token_gets_no_gradient_as_an_input(layout: str, tmp_path: P
 @pytest.mark.cases(0, always=["glm4_moe-dp2", "glm4_moe-ep2allgather", "deepseek_v3-tp2cp2sp"])
 @pytest.mark.parametrize("case", as_params(EXPERT_BIASES))
 def test_expert_biases_move_by_the_tokens_of_all_ranks(case: Case, computed: Computed) -> None:
-    moved, alone = (read(computed.folder / f"{case.model}-{layout}") for layout in (case.layout, "tp1"))
+    model = model_for(case)
+    moved, alone = (read(computed.folder / f"{model}-{layout}") for layout in (case.layout, "tp1"))
     biases = [name for name in moved if "e_score_correction_bias" in name]
     assert biases
     for name in biases:
-        before = hf_model(case.model).state_dict()[name]
+        before = hf_model(model).state_dict()[name]
         assert (moved[name] - before).abs().max() > 1e-4
         assert torch.equal(moved[name], alone[name])
 

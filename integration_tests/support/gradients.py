@@ -15,7 +15,7 @@ from checkpoint_files import read
 from harness import run_ranks
 from layouts import arguments
 from parity import TOLERANCE
-from reference import Reference, hf_model, make_reference
+from reference import Reference, hf_model, make_reference, model_for
 from routing import compare
 
 NO_DROPOUT = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
@@ -184,16 +184,17 @@ class Computed:
         """Logits, experts and gradients are those of transformers."""
         found = self.by_rank[case]
         assert all(isinstance(difference, float) and difference <= TOLERANCE for difference in found), found
-        worst = worst_errors(self.folder / f"{case.model}-expected", self.folder / case.id)
+        model = model_for(case)
+        worst = worst_errors(self.folder / f"{model}-expected", self.folder / f"{model}-{case.layout}")
         assert worst[0][1] <= TOLERANCE, worst
 
 
 def compute_all(cases: Sequence[Case], folder: Path) -> Computed:
     """Return what `compute` finds for each case."""
-    references = {model: _reference_with_gradients(model, folder) for model in {case.model for case in cases}}
+    references = {model: _reference_with_gradients(model, folder) for model in {*map(model_for, cases)}}
     computed = Computed(folder, {})
     for group in group_for_forks(cases):
-        work = {case: references[case.model] for case in group}
+        work = {case: references[model_for(case)] for case in group}
         for rank in run_ranks(group[0].num_ranks, compute_each, work, folder, timeout=300):
             for case, found in zip(group, rank, strict=True):
                 computed.by_rank.setdefault(case, []).append(found)

@@ -9,7 +9,7 @@ import torch
 from cases import Case, group_by_ranks
 from harness import run_ranks
 from layouts import arguments
-from reference import Reference, make_reference
+from reference import Reference, make_reference, model_for
 
 LENGTHS = (8, 16, 4)
 
@@ -77,7 +77,7 @@ def compare_on_ranks(cases: Iterable[Case], folder: Path) -> dict[Case, tuple[fl
     """Return the largest result of `compare` over all ranks, for each case."""
     found = {}
     for num_ranks, group in group_by_ranks(cases).items():
-        references = {case: make_reference(case.model, folder) for case in group}
+        references = {case: make_reference(model_for(case), folder) for case in group}
         ranks = run_ranks(num_ranks, compare_all, references, timeout=300)
         for case in group:
             one, gradient, whole = (

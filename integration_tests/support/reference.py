@@ -15,6 +15,7 @@ import tiny_versions
 from tiny_hf import ALL as FAMILY_CASES
 from tiny_hf import SIZE
 
+from cases import Case
 from mca_models.megatron.features import sparse_mixer
 from routing import Experts, recorded_experts
 
@@ -146,6 +147,29 @@ def _variants() -> dict[str, Model]:
 
 
 CASES: dict[str, Model] = {**_COMMON, **_variants()}
+TWO_LAYERS = (
+    *("llama-dynamic", "qwen2", "qwen3-tied", "mixtral", "qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss"),
+    *("bailing_hybrid", "deepseek_v32", "falcon_h1-norm", "gemma3-two-ropes", "granitemoehybrid", "jamba"),
+    *("kimi_linear", "lfm2", "minimax_m3_vl_text", "olmo_hybrid"),
+)
+"""Models whose first two layers have all their parts: layouts without pipeline stages need no more."""
+
+
+def _first_two_layers(model: str) -> Model:
+    kind, different = CASES[model]
+    lists = {name: value[:2] for name, value in different.items() if name.endswith("layer_types")}
+    return kind, {**different, **lists, "num_hidden_layers": 2}
+
+
+CASES |= {f"{model}-two-layers": _first_two_layers(model) for model in TWO_LAYERS}
+
+
+def model_for(case: Case) -> str:
+    """Return the name in `CASES` of the model that ``case`` computes; with options it has all layers."""
+    short = case.model in TWO_LAYERS and "pp" not in case.layout and not case.options
+    return f"{case.model}-two-layers" if short else case.model
+
+
 NEWEST = (
     *(
         "nemotron_h",

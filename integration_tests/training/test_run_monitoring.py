@@ -4,7 +4,9 @@ import json
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -37,14 +39,14 @@ def stopped_in_an_evaluation(
                 os.kill(os.getpid(), signal.SIGTERM)
 
     def run(resume: str | None, callback: Any) -> Any:
-        trainer = make_trainer(checkpoint, output_dir, eval_dataset=samples(20, seed=9), **changes)
+        trainer = make_trainer(checkpoint, output_dir, eval_dataset=samples(12, seed=9), **changes)
         trainer.callback_handler.callbacks[:0] = [LastEvaluation(trainer), callback]
         quietly(lambda: trainer.train(resume_from_checkpoint=resume))
         return trainer
 
     first = run(None, Stop())
     assert first.watch.stopped
-    assert len(asked) < 10, "of 10 steps"
+    assert len(asked) < 6, "of 6 steps"
     assert not history(first, "eval_loss")
     names = [path.name for path in output_dir.glob("checkpoint-*")]
     assert names == [f"checkpoint-{step}"], "though save_strategy is no"
@@ -59,7 +61,7 @@ def stopped_and_resumed(checkpoint: Path, output_dir: Path, rank: int, **changes
     straight = make_trainer(checkpoint, output_dir / "straight", **changes)
     quietly(straight.train)
     first = make_trainer(checkpoint, output_dir, **changes)
-    first.add_callback(stop_at(4, rank))
+    first.add_callback(stop_at(3, rank))
     quietly(first.train)
     second = make_trainer(checkpoint, output_dir, **changes)
     quietly(lambda: second.train(resume_from_checkpoint="auto"))
@@ -94,9 +96,10 @@ def patience() -> set[float]:
 @pytest.mark.cases(0, always=["pp2"])  # one rank: test_interrupted_runs.py interrupts it too
 @pytest.mark.parametrize(("size", "changes"), [(1, {}), (2, PP)], ids=["one", "pp2"])
 def test_sigterm_to_any_rank_saves_and_ends_at_one_step(size, changes, checkpoint, tmp_path):
-    found = run_ranks(size, stopped_and_resumed, checkpoint, tmp_path, size - 1, max_steps=6, **changes)
+    run = {"max_steps": 5, "gradient_accumulation_steps": 2}
+    found = run_ranks(size, stopped_and_resumed, checkpoint, tmp_path, size - 1, **run, **changes)
     for rank in found:
-        assert rank["stopped"] in ((True, 4, False), (True, 5, False))
+        assert rank["stopped"] in ((True, 3, False), (True, 4, False))
         assert rank["stopped"] == found[0]["stopped"]
         assert rank["resumed"] == rank["straight"]
         assert rank["handler"], "what listened before listens again"
@@ -106,13 +109,18 @@ def test_sigterm_to_any_rank_saves_and_ends_at_one_step(size, changes, checkpoin
 def stopped_twice(checkpoint: Path, output_dir: Path) -> None:
     import time
 
-    trainer = make_trainer(checkpoint, output_dir)
+    from mca_train.trainer import sigterm
+
+    trainer, now = make_trainer(checkpoint, output_dir), [0.0]
 
     def slow(*_: Any) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(1.1)
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(30)
+        with patch.object(sigterm, "time", SimpleNamespace(monotonic=lambda: now[0])):
+            for now[0] in (0.1, 1.0):
+                os.kill(os.getpid(), signal.SIGTERM)
+            (output_dir / "goes on").touch()
+            now[0] = 1.2
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(30)
 
     trainer.training_step = slow
     trainer.train()
@@ -121,6 +129,7 @@ def stopped_twice(checkpoint: Path, output_dir: Path) -> None:
 def test_a_second_sigterm_ends_at_once(checkpoint, tmp_path):
     with pytest.raises(RanksFailed, match="died without a word"):
         run_ranks(1, stopped_twice, checkpoint, tmp_path, timeout=25)
+    assert (tmp_path / "goes on").exists(), "within a second it is the same signal"
 
 
 def poisoned(checkpoint: Path, output_dir: Path, **changes: Any) -> str:

@@ -43,6 +43,7 @@ def curve(
         from mca_models.megatron.platform import FusedAdam
 
         megatron.CPUAdam = type("HostAdam", (FusedAdam,), {})
+    changes |= {"gradient_accumulation_steps": 1}
     trainer = make_trainer(checkpoint, output, max_steps=steps, decoupled_lr=2e-3, **changes)
     quietly(trainer.train)
     return {

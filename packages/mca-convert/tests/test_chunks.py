@@ -97,12 +97,14 @@ def test_rows_of_fp8_blocks_are_not_cut(nbytes: int, bands: int) -> None:
     assert [(chunk.start, chunk.stop) for chunk in Chunking(nbytes).chunks(fill)] == expected
 
 
-def test_two_checkpoints_are_compared_in_the_same_stretches(tiny, convert, monkeypatch) -> None:
+def test_two_checkpoints_are_compared_in_the_same_stretches(convert, tmp_path, monkeypatch) -> None:
     """Whatever the strides of their moves are: with buffers that rows do not fill evenly."""
+    import tiny_hf
+
     from mca_convert.cli import main
     from mca_convert.pool import Limits
 
-    source = tiny("gpt_oss", "bfloat16")
+    source = tiny_hf.save("gpt_oss", tmp_path / "hf", "bfloat16", num_hidden_layers=2)
     first, second = convert(source, "a", tp=2, etp=1), convert(source, "b", pp=2)
     for nbytes in (62, 202, 1000):
         monkeypatch.setattr(Limits, "buffer_bytes", property(lambda self, nbytes=nbytes: nbytes))

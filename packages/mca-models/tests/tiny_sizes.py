@@ -44,9 +44,11 @@ DELTA_NET: dict[str, Any] = {
 MAMBA: dict[str, Any] = {
     **{"mamba_num_heads": 8, "mamba_head_dim": 6, "n_groups": 4, "ssm_state_size": 5, "conv_kernel": 3},
     **{"time_step_min": 0.6, "layer_norm_epsilon": 1e-3, "head_dim": 8},  # steps of this size are shorter
+    "chunk_size": 16,  # transformers pads every row to it
 }
 BAMBA: dict[str, Any] = {
     **{"mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 6, "mamba_d_conv": 3, "head_dim": 8},
+    "mamba_chunk_size": 16,  # transformers pads every row to it
     "time_step_limit": [0.6, math.inf],
 }
 SHARED: dict[str, Any] = {"shared_expert_intermediate_size": 24}

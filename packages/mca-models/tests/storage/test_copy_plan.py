@@ -216,7 +216,7 @@ def test_columns_that_change_their_order_are_moved_one_by_one(shard: Shard) -> N
 
 def test_rows_whose_length_is_no_multiple_of_four_move_in_blocks() -> None:
     embedding = Rule.from_param(Param(mca="x", hf=("x",), shard=COLUMN))
-    assert len(plan_moves(embedding, (262144, 2054), HF, 4)) == 4  # one by one, it would be too large
+    assert len(plan_moves(embedding, (131072, 2054), HF, 4)) == 4  # one by one, it would be too large
 
 
 @pytest.mark.parametrize(
