@@ -150,7 +150,7 @@ def test_layers_with_fused_projections_go_on(case, changes, tmp_path):
     from reference import make_reference
 
     model = make_reference(case, tmp_path / "model").path
-    changes = changes | {"data": lambda: tokens(96)}
+    changes = changes | {"data": lambda: tokens(96), "gradient_accumulation_steps": 2}
     (straight,) = run_ranks(1, run, model, tmp_path / "straight", FIRST + 2, **changes)
     before = tmp_path / "straight" / f"checkpoint-{FIRST}"
     assert run_ranks(1, run, model, tmp_path / "resumed", FIRST + 2, before, **changes) == [straight]
@@ -242,7 +242,7 @@ def test_states_are_found_under_other_names(case, tmp_path):
     from reference import make_reference
 
     model = make_reference(case, tmp_path / "model").path
-    changes = {"data": lambda: tokens(96)}
+    changes = {"data": lambda: tokens(96), "gradient_accumulation_steps": 2}
     straight = run_ranks(1, run_with_names_of_megatron, model, tmp_path / "old", FIRST + 2, **changes)
     before = tmp_path / "old" / f"checkpoint-{FIRST}"
     assert run_ranks(1, run, model, tmp_path / "new", FIRST + 2, before, **changes) == straight

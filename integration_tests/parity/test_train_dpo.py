@@ -280,7 +280,7 @@ def kept_in_rounds(checkpoint: Path, output: Path) -> dict[str, int]:
                 os.kill(os.getpid(), signal.SIGTERM)
             return plain(reference, batch)
 
-        given: Any = {"model": model, "args": args, "train_dataset": pairs(), "pack_length": 64}
+        given: Any = {"model": model, "args": args, "train_dataset": pairs(6), "pack_length": 64}
         with patch.object(ReferenceModel, "log_probs", counted), patch.object(dpo, "_STEPS", parts_of):
             trainer = quietly(lambda: DpoTrainer(precompute_ref_log_probs=True, **given))
             with contextlib.suppress(RuntimeError, McaError):

@@ -23,6 +23,11 @@ PER_MICRO_BATCH = 4
 Sample = tuple[Any, Any]
 
 
+def balanced_model() -> WithPrediction:
+    """DeepSeek V3 of a dense layer and two with experts, and an MTP layer: two stages have routers."""
+    return deepseek_with_prediction(num_hidden_layers=3)
+
+
 def samples() -> list[Sample]:
     """Tokens and which of them are targets."""
     draw = np.random.default_rng(1)
@@ -36,7 +41,7 @@ def expected(folder: Path, kind: str) -> Path:
         folder: For it.
         kind: Of balancing loss; ``none``: no loss of experts at all.
     """
-    model = deepseek_with_prediction()
+    model = balanced_model()
     routers = Routers(model, model.main.config, model.layers)
     sums, routed = torch.zeros(2), []
     for batch in batched(samples()):
@@ -61,7 +66,7 @@ def targets_of() -> list[int]:
 @torch.no_grad()
 def prediction_loss() -> float:
     """Return the loss of the MTP layer before the first step."""
-    model = deepseek_with_prediction()
+    model = balanced_model()
     return float(sum(_entropies(model, *sample)[1] for sample in samples())) / targets_of()[1]
 
 

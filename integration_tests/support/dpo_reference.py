@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import logsigmoid
 from torch.optim.lr_scheduler import LambdaLR
 
-BETA, STEPS, PAIRS, RATE = 0.5, 2, 6, 2e-3
+BETA, STEPS, PAIRS, RATE = 0.5, 2, 4, 2e-3
 
 
 def pairs(count: int = PAIRS) -> Any:

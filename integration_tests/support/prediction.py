@@ -156,6 +156,6 @@ class WithPrediction(torch.nn.Module):
         return moved | {name.format(layer=number): x for name, x in own.items()}
 
 
-def deepseek_with_prediction() -> WithPrediction:
-    """DeepSeek V3 and one MTP layer, fresh ones each time."""
-    return WithPrediction(copy.deepcopy(hf_model("deepseek_v3")))
+def deepseek_with_prediction(**sizes: int) -> WithPrediction:
+    """DeepSeek V3 with ``sizes`` and one MTP layer, fresh ones each time."""
+    return WithPrediction(copy.deepcopy(hf_model("deepseek_v3", **sizes)))

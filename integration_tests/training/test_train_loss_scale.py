@@ -82,7 +82,7 @@ def overflowing_once(checkpoint: Path, output_dir: Path) -> tuple[list[float], l
 
 
 def test_experts_have_the_loss_scale_that_losses_have(tmp_path):
-    model = sparse_checkpoint(tmp_path / "model")
+    model = sparse_checkpoint(tmp_path / "model", num_hidden_layers=2)
     for scales, skipped in run_ranks(2, overflowing_once, model, tmp_path / "out"):
         assert scales == [128.0, 128.0]
         assert skipped == [0, 1, 0]

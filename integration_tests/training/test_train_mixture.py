@@ -49,9 +49,9 @@ def _trained(
         "datasets": [{"path": str(folder / path), "weight": weight} for path, weight in weights.items()],
         "output_dir": str(folder / name),
         "seq_length": 64,
-        "max_steps": 6,
+        "max_steps": 5,
         "logging_steps": 1,
-        "save_steps": 3,
+        "save_steps": 2,
         "learning_rate": 1e-3,
         "lr_scheduler_type": "constant",
         "per_device_train_batch_size": 1,
@@ -69,7 +69,7 @@ def _trained(
 
 
 def _assert_same_losses(steady: list[dict[str, float]], cut: list[dict[str, float]]) -> None:
-    assert [log["step"] for log in cut] == [1, 2, 3, 4, 5, 6]
+    assert [log["step"] for log in cut] == [1, 2, 3, 4, 5]
     for expected, found in zip(steady, cut, strict=True):
         names = {"loss"} | {key for key in expected if key.startswith("loss/")}
         assert names - found.keys() == set()
@@ -88,7 +88,7 @@ def test_each_source_has_its_loss_on_every_layout_and_after_resuming(folder, pac
         losses = [log[key] for key in seen & log.keys()]
         assert min(losses) - 1e-6 <= log["loss"] <= max(losses) + 1e-6
     assert any(len(seen & log.keys()) == 2 for log in steady)
-    two = ("--nproc_per_node", "2", "--gradient_accumulation_steps", "2", "--max_steps", "3")
+    two = ("--nproc_per_node", "2", "--gradient_accumulation_steps", "2", "--max_steps", "2")
     _trained(folder, f"cut{packed}", *two, sequence_packing=packed)
     cut = _trained(folder, f"cut{packed}", "--resume_from_checkpoint", "auto", sequence_packing=packed)
     _assert_same_losses(steady, cut)
@@ -111,6 +111,6 @@ def test_indexed_tokens_and_rows_are_resumed_on_another_layout(folder, kind, fir
     assert {key for log in steady for key in log if key.startswith("loss/")} == {
         f"loss/{Path(path).stem}" for path in (ANSWERS if kind == "sft" else TEXTS)
     }
-    _trained(folder, name, *first, "--max_steps", "3", kind=kind, seq_length=length)
+    _trained(folder, name, *first, "--max_steps", "2", kind=kind, seq_length=length)
     resumed = (*second, "--resume_from_checkpoint", "auto")
     _assert_same_losses(steady, _trained(folder, name, *resumed, kind=kind, seq_length=length))

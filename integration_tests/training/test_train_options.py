@@ -182,6 +182,7 @@ def stopped_by_nan(checkpoint: Path, output: Path) -> str:
 
 
 def test_nan_before_gradients_are_reduced_is_reported_in_one_line(tmp_path):
-    (reported,) = run_ranks(1, stopped_by_nan, tiny_checkpoint(tmp_path / "model"), tmp_path)
+    checkpoint = tiny_checkpoint(tmp_path / "model", **SMALL)
+    (reported,) = run_ranks(1, stopped_by_nan, checkpoint, tmp_path)
     assert reported.startswith("check_for_nan_in_grad: found NaN in local grad norm"), reported
     assert "\n" not in reported

@@ -19,7 +19,7 @@ from train_cases import (
 
 pytestmark = [pytest.mark.ranks, pytest.mark.one_fork]
 
-RUN = {"max_steps": 7, "gradient_accumulation_steps": 4, "count": 14}  # 3 steps and a half are one pass
+RUN = {"max_steps": 4, "gradient_accumulation_steps": 4, "count": 6}  # a step and a half are one pass
 ORDERED = RUN | {"train_sampling_strategy": "sequential"}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "single": (1, {}),
@@ -85,8 +85,8 @@ def test_streams_of_datasets_are_not_dealt_out_twice(in_memory, checkpoint, tmp_
 
 
 def test_packed_streams(checkpoint, tmp_path):
-    data, packed = filled_packs(12, 4), {"sequence_packing": True, "pack_length": 32}
-    run = {"max_steps": 6, "gradient_accumulation_steps": 4, "train_sampling_strategy": "sequential"}
+    data, packed = filled_packs(6, 4), {"sequence_packing": True, "pack_length": 32}
+    run = {"max_steps": 4, "gradient_accumulation_steps": 4, "train_sampling_strategy": "sequential"}
     (whole,) = run_ranks(1, train_losses, checkpoint, tmp_path / "a", train_dataset=data, **(run | packed))
     split = run | packed | {"gradient_accumulation_steps": 2}
     for found in run_ranks(2, train_losses, checkpoint, tmp_path / "b", train_dataset=Stream(data), **split):
@@ -97,12 +97,12 @@ def test_packed_streams(checkpoint, tmp_path):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_resuming_a_stream_is_exact(workers, checkpoint, tmp_path):
     data = Stream(samples(RUN["count"]))
-    run = RUN | {"max_steps": 8, "gradient_accumulation_steps": 2, "dataloader_num_workers": workers}
+    run = RUN | {"max_steps": 5, "gradient_accumulation_steps": 2, "dataloader_num_workers": workers, "at": 2}
     for found in run_ranks(2, stop_and_resume, checkpoint, tmp_path, train_dataset=data, **run):
         straight, resumed = found["straight"], found["resumed"]
         assert resumed["loss"][-3:] == straight["loss"][-3:]
         assert resumed["grad_norm"][-3:] == straight["grad_norm"][-3:]
-        assert found["state"] == {"steps": 8, "equal_weights": True}
+        assert found["state"] == {"steps": 5, "equal_weights": True}
 
 
 def refusals(checkpoint: Path, output: Path) -> list[str]:

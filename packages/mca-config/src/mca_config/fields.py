@@ -181,6 +181,7 @@ def _similar_choice(value: Typed, hint: TypeHint) -> str:
     return suggestion(value, choices, "").removesuffix("; ") if choices and isinstance(value, str) else ""
 
 
+@cache
 def alternatives(hint: TypeHint) -> tuple[TypeHint, ...]:
     """Return the members of a union, those that accept a value unchanged before those that convert it.
 
