@@ -107,7 +107,7 @@ def by_chance(rank: str, fault: Fault) -> bool:
     )
 
 
-@pytest.mark.cases(0, always=["save-0", "resume-0"])
+@pytest.mark.cases(0, always=["save-0"])
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("turn", TURNS)
 @pytest.mark.parametrize("kind", KINDS)
