@@ -11,7 +11,7 @@ import pytest
 
 from harness import run_ranks
 from interruptions import stop_at
-from train_cases import history, make_trainer, quietly, tiny_checkpoint
+from train_cases import history, make_trainer, quietly, samples, tiny_checkpoint
 from train_settings import ASYNC, ZERO
 
 pytestmark = pytest.mark.ranks
@@ -81,6 +81,7 @@ def best_and_rotated(checkpoint: Path, output_dir: Path, words: Path) -> dict[st
         "eval_strategy": "steps",
         "eval_steps": 2,
         "learning_rate": 0.05,
+        "eval_dataset": samples(2, seed=9),
     }
     trainer = make_trainer(checkpoint, output_dir, **ZERO | SAVING | best)
     writer.install()

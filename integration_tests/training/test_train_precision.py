@@ -9,7 +9,7 @@ from harness import run_ranks
 from optimizer_states import in_fp32
 from reshard_runs import WITH_EXPERTS, adapter_of
 from train_cases import history, make_trainer, quietly, tiny_checkpoint, tokens
-from train_settings import DP, TORCH_DIST, ZERO
+from train_settings import TORCH_DIST, ZERO
 
 pytestmark = pytest.mark.ranks
 
@@ -83,7 +83,8 @@ def in_half(model: Path, output_dir: Path, cases: dict[str, dict[str, Any]]) -> 
 
     found = {}
     for name, changes in cases.items():
-        settings = DP | {"save_strategy": "steps", "save_steps": 1, "warmup_steps": 0} | changes
+        settings = {"save_strategy": "steps", "save_steps": 1, "warmup_steps": 0} | changes
+        settings["gradient_accumulation_steps"] = 1
         first = make_trainer(model, output_dir / name, max_steps=1, **settings)
         quietly(first.train)
         exact = {name: tensor.detach().reshape(-1) for name, tensor in first.model.trained_parameters()}

@@ -46,7 +46,13 @@ def model(**more: Any) -> McaModelConfig:
 
 
 def layout(
-    tp: int = 1, pp: int = 1, cp: int = 1, ep: int = 1, etp: int | None = None, string: str | None = None
+    tp: int = 1,
+    pp: int = 1,
+    cp: int = 1,
+    ep: int = 1,
+    etp: int | None = None,
+    string: str | None = None,
+    vpp: int | None = None,
 ) -> ParallelLayout:
     return ParallelLayout(
         tensor_model_parallel_size=tp,
@@ -55,6 +61,7 @@ def layout(
         expert_model_parallel_size=ep,
         expert_tensor_parallel_size=etp,
         pipeline_model_parallel_layout=string,
+        virtual_pipeline_model_parallel_size=vpp,
     )
 
 
@@ -94,6 +101,12 @@ def test_what_fits(more: dict[str, Any], sizes: ParallelLayout, world: int | Non
             layout(pp=4),
             ["num_layers 30", "change pipeline_model_parallel_size, for example to 3,"],
         ),
+        (
+            {"num_layers": 7},
+            layout(pp=2),
+            ["num_layers 7", "pipeline_model_parallel_size, for example to 1,"],
+        ),
+        ({}, layout(pp=3, vpp=2), ["num_layers 8", "pipeline_model_parallel_size, for example to 2,"]),
         ({}, layout(tp=16), ["num_attention_heads 8", "tensor_model_parallel_size 16", "for example to 8"]),
         (
             {"num_attention_heads": 12, "num_query_groups": 3},

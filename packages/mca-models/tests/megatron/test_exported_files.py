@@ -132,19 +132,34 @@ def test_an_invalid_argument_of_an_export_is_named(
         export.WeightRequest(**values).require_valid()
 
 
-@pytest.mark.parametrize(("split", "first_experts"), [(False, [None]), (True, [0, 1, 2])])
+@pytest.mark.parametrize(
+    ("split", "bucket_bytes", "limit", "first_experts"),
+    [(False, 1, 1, [None]), (True, 1, 1, [0, 1, 2]), (True, 99, 66, [0, 2])],
+)
 def test_stacked_experts_are_split_only_if_asked(
-    split: bool, first_experts: list[int | None], monkeypatch: pytest.MonkeyPatch
+    split: bool,
+    bucket_bytes: int,
+    limit: int,
+    first_experts: list[int | None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Two experts fit into the limit of 66 bytes: two thirds of 99, because buckets overlap."""
     experts = [Param(mca="w{expert}", hf=("experts",), expert=number, stacked=True) for number in range(3)]
     specs = {param.mca_name(): ("F32", (2, 4)) for param in experts}
     layout = SimpleNamespace(params=experts, scales=None)
     sent: list[Unit] = []
+    limits: list[int] = []
+
+    def plan(units: list[Unit], specs: object, config: object, max_bytes: int) -> list[object]:
+        sent.extend(units)
+        limits.append(max_bytes)
+        return []
+
     for name, replacement in {
         "gather_param_specs": lambda models: specs,
         "model_params": lambda models: experts,
         "HfTensors": lambda *arguments, **keywords: layout,
-        "plan_buckets": lambda units, *others: sent.extend(units),
+        "plan_buckets": plan,
         "WeightSource": lambda *arguments: None,
         "stream": lambda *arguments: (each for each in ()),
     }.items():
@@ -152,8 +167,9 @@ def test_stacked_experts_are_split_only_if_asked(
     models: Any = SimpleNamespace(
         canonical_parameters=list, config=None, rank_context=SimpleNamespace(rank=0, world_size=1)
     )
-    request = export.WeightRequest(bucket_bytes=1, split_experts=split)
+    request = export.WeightRequest(bucket_bytes=bucket_bytes, split_experts=split)
     assert not list(export.export_buckets(models, request))
+    assert limits == [limit]
     assert [unit.start for unit in sent] == first_experts
 
 

@@ -34,6 +34,9 @@ def test_scales_that_come_twice_are_reported_however_few_rows():
             "w_scale_inv came twice",
             "w is fp8, and w_scale_inv is missing or incomplete",
         ]
+    assert faults(("w_scale_inv", both, 1))[0] == (
+        "w_scale_inv has shape [2, 1] from row 1 on, expected [2, 1]"
+    )
     assert (
         faults(second, ("w_scale_inv", torch.ones(1, 1)))[0] == "w_scale_inv came twice"
     )  # it is of all rows

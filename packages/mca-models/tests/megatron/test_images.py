@@ -18,6 +18,7 @@ from mca_models.megatron.features import media
 from mca_models.megatron.features.media import image_problems, image_reach
 from mca_models.megatron.features.media_features import assign_images, compute_image_features
 from mca_models.megatron.features.mrope import mrope_axes
+from mca_models.megatron.features.mtp import widened_length
 from mca_models.megatron.features.processor_media import sequence_media
 from mca_models.megatron.features.vision_tower import vision_model
 from mca_models.templates import config_from_hf, get_family
@@ -67,6 +68,16 @@ def test_what_cannot_take_images_says_why(
 def test_mtp_layers_do_not_matter_without_training() -> None:
     config = config_from_hf(tiny_vision.described("gemma3")).replace_fields(mtp_num_layers=1)
     assert not image_problems(config, ParallelLayout(), megatron(), trains=False)
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "has_media", "expected"),
+    [(2, 2, True, 15), (None, 2, True, 5), (2, 1, True, 5), (2, 2, False, 5)],
+)
+def test_features_of_media_are_sent_for_each_mtp_layer(
+    layers: int | None, stages: int, has_media: bool, expected: int
+) -> None:
+    assert widened_length(5, layers, stages, has_media=has_media) == expected
 
 
 def test_images_of_gemma3_are_256_tokens_that_see_each_other_if_the_file_does_not_say() -> None:

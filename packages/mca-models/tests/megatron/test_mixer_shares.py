@@ -135,6 +135,7 @@ def test_mamba(norm: str) -> None:
         "conv1d.bias": ([6, 5, 5], ("x", "B", "C")),
     }
     assert norm == "none" or mixer.norm.gate_first == (norm == "gated")
+    assert mixer.head_groups.every_rank is GROUPS.tp
 
 
 @pytest.mark.parametrize("low_rank", [False, True])

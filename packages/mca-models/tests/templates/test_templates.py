@@ -232,6 +232,9 @@ def test_sizes_of_full_layers_are_those_that_are_written() -> None:
     assert hf["per_layer_config"] == {}  # nothing differs
     full = (config_from_hf(hf).layer_type_overrides or {})["full_attention"]
     assert (full["kv_channels"], full["num_query_groups"]) == (24, hf["num_key_value_heads"])
+    del hf["head_dim"]
+    full = (config_from_hf(hf).layer_type_overrides or {})["full_attention"]
+    assert full["kv_channels"] == transformers.Gemma4TextConfig.__dataclass_fields__["head_dim"].default
 
 
 def test_keys_that_no_layer_uses_are_left_out(caplog: pytest.LogCaptureFixture) -> None:

@@ -100,6 +100,20 @@ def checkpoint(request: Any, tmp_path_factory: Any) -> Checkpoint:
     return Checkpoint(request.param, tmp_path_factory.mktemp(request.param))
 
 
+@pytest.mark.parametrize("factor", [None, 1, 3])
+@pytest.mark.parametrize("kind", ["aya_vision", "cohere2_vision"])
+def test_the_projector_merges_a_square_of_patches(kind: str, factor: int | None) -> None:
+    document = tiny_vision.described(kind)
+    if factor is None:
+        del document["downsample_factor"]
+    else:
+        document["downsample_factor"] = factor
+    family, config = get_family(kind), config_from_hf(document)
+    shapes = family.hf_shapes(family.with_module_names(config))
+    merged = document["vision_config"]["hidden_size"] * (factor or 2) ** 2
+    assert shapes["model.multi_modal_projector.linear_1.weight"][1] == merged
+
+
 def test_every_family_has_a_case() -> None:
     assert {model_type for model_type, *_ in tiny_vision.CASES.values()} == SEEING
 

@@ -58,6 +58,9 @@ def test_replicas_compare_samples_of_their_datasets_that_are_not_random(
     pairs = [{"chosen_input_ids": [1], "rejected_input_ids": [number]} for number in range(5)]
     probes = [probe_checksum(data, 5) for data in (rows, rows[::-1], pairs, pairs[::-1], [rows] * 5)]
     assert len({*probes}) == 5 and RANDOM not in probes
+    for index in (0, 2, 4):
+        changed = [*rows[:index], {"input_ids": [9, 1]}, *rows[index + 1 :]]
+        assert probe_checksum(changed, 5) not in (probes[0], RANDOM)
     assert probe_checksum([{"text": "a collator makes its tokens"}] * 5, 5) == RANDOM
     assert probe_checksum(list(rows), 5) == probes[0]
 

@@ -192,6 +192,16 @@ def test_a_page_of_the_hub_is_read_by_the_client_that_has_its_token(monkeypatch)
     assert opened == [wanted] * 4
 
 
+@pytest.mark.parametrize(
+    ("url", "clients"),
+    [("https://h/a", {"https"}), ("zip://a::http://h/b", {"http"}), ("zip://a::file:///b", set())],
+)
+def test_web_clients_alone_use_the_proxy(url, clients, monkeypatch):
+    monkeypatch.setattr("fsspec.core.url_to_fs", lambda file, **options: (options, file))
+    options, file = urls._open_filesystem(url)
+    assert (options, file) == ({client: {"client_kwargs": {"trust_env": True}} for client in clients}, url)
+
+
 def test_a_presigned_address_has_the_ending_of_its_path(monkeypatch):
     monkeypatch.setattr(urls, "require_client", lambda *_: None)
     monkeypatch.setattr(files, "require_client", lambda *_: None)

@@ -15,7 +15,7 @@ from mca_config.errors import McaError
 from mca_train.config.arguments import PairArguments
 from mca_train.data.encoding import check_messages
 from mca_train.data.image_files import open_image
-from mca_train.data.image_rows import ImageRows
+from mca_train.data.image_rows import ImageRows, without_decoding
 from mca_train.data.placeholders import require_no_placeholders
 from mca_train.data.row_paths import RowPaths
 from mca_train.tasks import TASKS
@@ -289,6 +289,17 @@ def test_a_stream_says_before_training_whether_it_has_images(tokenizer, folder):
     assert has("pretrain", {"text": "<image>", "images": ["wide.png"]})
     assert not has("sft", asked(text("?")))
     assert not has("pretrain", {"text": "?", "images": []})
+
+
+def test_media_of_rows_are_not_decoded_wherever_they_are():
+    features = {
+        "image": datasets.Image(),
+        "sounds": datasets.List(datasets.Audio()),
+        "turn": {"image": datasets.Image()},
+    }
+    rows = datasets.Dataset.from_dict({name: [None] for name in features}, datasets.Features(features))
+    plain = without_decoding(rows).features
+    assert not (plain["image"].decode or plain["sounds"].feature.decode or plain["turn"]["image"].decode)
 
 
 def test_images_inside_messages_are_not_decoded_early(tokenizer, folder, tmp_path):

@@ -187,8 +187,8 @@ def test_rows_whose_answer_is_cut_off_are_dropped(tmp_path, caplog):
         (
             "sft",
             "a.jsonl",
-            '{"messages": [{"role": "user", "content": "a"}], "tools": "[1]"}\n',
-            "tools is [1]; expected a list of mappings",
+            '{"messages": [{"role": "user", "content": "a"}], "tools": "[{}, 1]"}\n',
+            "tools is [{}, 1]; expected a list of mappings",
         ),
         ("pretrain", "a.jsonl", '{"text": "a"\n', "cannot be read as json"),
         ("sft", "a.jsonl", '{"question": "a"}\n', "columns question; expected 'messages'"),

@@ -69,6 +69,17 @@ def test_all_ranks_find_the_same_one_though_their_clocks_differ(monkeypatch):
     assert found[0] == found[1]
 
 
+def test_times_are_sent_in_double_precision(monkeypatch):
+    """Seconds of a step of 0.1 s would differ in single precision, and one rank is chosen by their differences."""
+    sent = []
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda box: sent.extend(box.tolist()))
+    layout, device = SimpleNamespace(pp=1), torch.device("cpu")
+    one = Stragglers(SimpleNamespace(rank=1, world_size=2, device=device, layout=layout))
+    monkeypatch.setattr(one, "_warn", lambda *_: None)
+    one.report(1, 0.1, 1)
+    assert sent == [[0.0, 0.0, 0.0], [0.0, 0.0, 0.1]]
+
+
 def test_the_slowest_of_several_ranks_is_logged_with_its_delay(monkeypatch):
     rows = torch.tensor([[0.01, 0.5, 1.0], [0.41, 0.5, 1.0]])
     monkeypatch.setattr("torch.distributed.all_reduce", lambda box: box.copy_(rows))
