@@ -70,6 +70,10 @@ def by_megatron(folder: Path, layout: str) -> dict[str, Any]:
         if getattr(parameter, "is_embedding_or_output_parameter", False)
     ]
     found["new"] = new.logits(IDS)
+    if (end := getattr(new.chunks[-1], "output_layer", None)) is not None:
+        hidden = torch.ones(4, 2, end.weight.shape[1], requires_grad=True)
+        end(hidden)[0].sum().backward()
+        assert torch.allclose(hidden.grad, end.weight.sum(0).expand_as(hidden)), "of each row once"
     new.save_pretrained_as_hf(folder / f"new-{layout}")
     return found
 
