@@ -287,6 +287,9 @@ def test_plan_of_an_adapter_and_of_a_reference(run, capsys):
     assert main(["plan", run(dpo_beta=0.2, lora_rank=4, optimizer_cpu_offload=True)]) == 0
     offloaded = capsys.readouterr().out
     assert "on host" in offloaded
+    head, row = offloaded[offloaded.index("stage  layers") :].splitlines()[:2]
+    assert re.search(r"total GiB +on host +in flight$", head)
+    assert len(row) == len(head), "a size for each column"
     assert "reference" not in offloaded
 
 

@@ -98,6 +98,7 @@ def test_a_fused_norm_gives_lora_the_normed_input(with_bias: bool) -> None:
     rules = rules_of("llama", ["q_proj", "v_proj"])
     chunk = torch.nn.Module()
     chunk.qkv = FusedNorm(128, 32, with_bias=with_bias)
+    chunk.qkv.register_forward_hook(lambda module, given, output: (2 * output[0], *output[1:]))
     name = "decoder.layers.0.self_attention.linear_qkv.weight"
     (item,) = attach(
         chunk, held(rules, {name: "qkv.weight"}, chunk), rules, RANKS, dropout=0.0, grouped=False
@@ -107,7 +108,8 @@ def test_a_fused_norm_gives_lora_the_normed_input(with_bias: bool) -> None:
     y, bias = chunk.qkv(x)
     assert (bias is not None) == with_bias
     merged = chunk.qkv.weight + item.lora.product()
-    torch.testing.assert_close(y, linear(x / x.norm(dim=-1, keepdim=True), merged), atol=1e-4, rtol=1e-4)
+    expected = 2 * linear(x / x.norm(dim=-1, keepdim=True), merged)
+    torch.testing.assert_close(y, expected, atol=1e-4, rtol=1e-4)
     k_rows = item.lora.product().reshape(2, 4, 16, 32)[:, 2]  # [q q k v] of each group
     assert bool((k_rows == 0).all())
     detach([item])

@@ -41,6 +41,17 @@ def config(tower: dict[str, Any] | None = None, **more: Any) -> Any:
     )
 
 
+def test_a_rank_alone_splits_no_media(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Splitting would draw dropout apart from the shared random state."""
+    monkeypatch.setattr(
+        "megatron.core.parallel_state.get_tensor_and_context_parallel_group",
+        lambda: SimpleNamespace(size=lambda: 1),
+    )
+    monkeypatch.setattr(media_features, "_with_inner_columns", lambda features, config: features)
+    whole = media_features._Medium({"pixels": 1}, lambda vision, given: given["pixels"], pytest.fail, [])
+    assert media_features._compute_medium(None, whole, config()) == 1
+
+
 def rows(count: int, first: int = 0) -> torch.Tensor:
     return torch.arange(first, first + count * 3.0).view(count, 3)
 

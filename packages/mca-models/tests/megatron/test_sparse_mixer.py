@@ -80,6 +80,12 @@ def test_it_is_transformers(jitter: float, *, training: bool) -> None:
     assert torch.equal(chosen, logits.topk(2).indices) != training
 
 
+def test_noise_is_within_its_size_of_one_on_both_sides() -> None:
+    torch.manual_seed(0)
+    drawn = sparse_mixer.noise(torch.zeros(999), 0.25)
+    assert 0.75 <= drawn.min() < 0.8 and 1.2 < drawn.max() <= 1.25
+
+
 def test_a_router_draws_only_while_it_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
     # tests of whole models, which may share this process, let nothing be drawn
     monkeypatch.setattr(sparse_mixer, "exponential", lambda like: torch.empty_like(like).exponential_())

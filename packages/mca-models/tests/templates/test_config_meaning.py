@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from tiny_hf import ALL, SIZE
+from tiny_newer import LATEST
 
 from mca_config.errors import McaError
 from mca_models.templates import FAMILIES, config_from_hf, config_to_hf
@@ -162,6 +163,15 @@ def test_dropout_of_embeddings_is_followed(case: str, embeddings: str, layers: s
     assert (found.embedding.embedding_dropout, found.block.hidden_dropout) == (0.2, 0.1)
     with pytest.raises(McaError, match=rf"'{embeddings}' is 0\.2 and '{layers}' 0; supported: 0 both"):
         config_from_hf(described(case, **{embeddings: 0.2, layers: 0}))
+
+
+def test_an_indexer_has_at_least_the_channels_that_are_rotated() -> None:
+    kind, document = LATEST["minimax_m3_vl_text"]
+    document = {**SIZE, **document, "model_type": kind, "head_dim": 16}
+    sparse = config_from_hf(document | {"index_head_dim": 8}).block_sparse_attention
+    assert sparse is not None and sparse.index_blocks["channels"] == 8
+    with pytest.raises(McaError, match="'index_head_dim' is 7; supported: at least the 8 channels"):
+        config_from_hf(document | {"index_head_dim": 7})
 
 
 def test_dropout_behind_the_mlp_alone_is_refused() -> None:

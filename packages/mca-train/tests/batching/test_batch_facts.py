@@ -1,7 +1,9 @@
 """Accounts of packs, columns of samples and masks of micro-batches, at their edges."""
 
 import re
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -72,6 +74,16 @@ def test_packs_are_current_until_the_samples_change() -> None:
     samples[1]["input_ids"] = [1] * 3
     samples.append({"input_ids": [1]})
     assert not packed.is_current()
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_only_lengths_that_a_dataset_knows_are_compared(known: bool) -> None:
+    packed = PackedDataset(rows(2, 3), 4)
+    packed.dataset = SimpleNamespace(lengths=[2, 3] if known else None)
+    with patch.object(packing, "len", lambda dataset: 2, create=True):
+        assert packed.is_current()
+        packed.dataset.lengths = [2, 2] if known else None
+        assert packed.is_current() != known
 
 
 def test_a_sample_may_become_shorter_than_it_was_packed() -> None:

@@ -10,6 +10,7 @@ import torch
 from mca_config.errors import McaError
 from mca_train.config.arguments import DataArguments, PairArguments
 from mca_train.data import streams
+from mca_train.data.chat import has_generation_marks
 from mca_train.data.long_texts import TokenPrefix, encode_prefix, split_text
 from mca_train.data.streams import (
     RowsWithTargets,
@@ -114,6 +115,13 @@ def test_a_template_may_add_letters_to_a_conversation_and_to_each_turn(before: l
 )
 def test_a_conversation_of_another_kind_is_not_sure_to_have_an_answer(messages: Any) -> None:
     assert not streams._has_early_answer(messages, 1 << 20)
+
+
+def test_one_of_several_templates_may_mark_answers() -> None:
+    marked = "{% generation %}{{ m.content }}{% endgeneration %}"
+    several = {"plain": "{{ m.content }}", "marked": marked}
+    for template, found in ((several, True), (marked, True), ({"plain": ""}, False), (None, False)):
+        assert has_generation_marks(SimpleNamespace(chat_template=template)) == found  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

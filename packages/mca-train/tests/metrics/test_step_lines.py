@@ -28,6 +28,7 @@ def test_a_step_is_one_line_without_what_never_changes():
         "6 min 20 s left"
     )
     assert "left" not in (format_log_line(STEP, 200, 200) or "")
+    assert (format_log_line(STEP, 199, 200) or "").endswith("2.0 s left")
     skipped = {"learning_rate": 1e-4, "skipped_steps": 1, "tokens_per_second": 12.0}
     assert format_log_line(skipped, 10, 20) == "step 10/20  lr 1.00e-04  skipped_steps 1  12 tokens/s"
 

@@ -21,6 +21,7 @@ def others(count, group):
 def test_answers_go_round_within_a_group():
     assert others(4, 2) == [[10, 11, 22], [20, 21, 12], [30, 31, 42], [40, 41, 32]]
     assert others(3, 2) == [[10, 11, 22], [20, 21, 12], [30, 31, 22]]  # none has its own
+    assert others(7, 4)[4:] == [[50, 51, 72], [60, 61, 52], [70, 71, 62]]  # a smaller group at the end
 
 
 def test_answers_to_one_prompt_are_not_exchanged():
