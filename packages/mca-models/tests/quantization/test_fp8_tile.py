@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mca_models.megatron.state import fp8
-from mca_models.quantization.fp8 import BLOCK, LARGEST, WIDTH, Fp8Tile
+from mca_models.quantization.fp8 import BLOCK, LARGEST, WIDTH, Fp8Tile, quantize
 from mca_models.storage.dtypes import numpy_dtype
 
 _E4M3 = torch.float8_e4m3fn
@@ -106,3 +106,12 @@ def test_other_dtypes_are_divided(dtype: str) -> None:
     right, right_scales = expected(torch.from_numpy(array.astype(np.float32)))
     np.testing.assert_array_equal(values, right.numpy())
     np.testing.assert_array_equal(scales, right_scales.numpy())
+
+
+def test_a_stack_of_matrices_is_quantized_one_by_one() -> None:
+    weight = np.random.default_rng(0).normal(size=(3, BLOCK + 5, BLOCK + 7)).astype(np.float32)
+    values, scales = quantize("name", weight)
+    for number, matrix in enumerate(weight):
+        alone = quantize("name", matrix)
+        assert np.array_equal(values[number].view(np.uint8), alone[0].view(np.uint8))
+        assert np.array_equal(scales[number], alone[1])

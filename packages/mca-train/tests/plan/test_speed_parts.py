@@ -1,11 +1,13 @@
 """Each part of a predicted step by hand, on hardware of one operation and one byte a second."""
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from mca_train.plan import speed
+from mca_train.plan.schedule import Order
 from mca_train.plan.speed import StepTimeModel, _Layer
 
 EFFICIENCY = {
@@ -408,3 +410,25 @@ def test_attention_by_hand(
     )
     projected = 4 * ((2 if gated else 1) * 6 + 3) / 2 + (0 if accepts_keys else 6 + 3 * (not values_are_keys))
     assert each._attention(0) == pytest.approx((5 * projected, 2 * 11 * keys * 2 * (6 + 3)))
+
+
+@pytest.mark.parametrize(("vpp", "group", "computed"), [(1, None, 16), (2, 6, 12), (2, 4, 16), (2, 30, 30)])
+def test_whole_groups_of_micro_batches_are_computed_and_the_others_extrapolated(
+    vpp: int, group: int | None, computed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: list[int] = []
+
+    def shortened(order: Order, micro_batches: int) -> Order:
+        counts.append(micro_batches)
+        return dataclasses.replace(order, micro_batches=micro_batches)
+
+    monkeypatch.setattr(speed, "replace", shortened)
+    model: Any = SimpleNamespace(
+        model=SimpleNamespace(hidden_bytes=0),
+        grid=SimpleNamespace(world_size=4),
+        _crosses_nodes=lambda ranks: False,
+        _message_time=lambda count, crosses: 0.0,
+    )
+    order = Order(pp=4, vpp=vpp, micro_batches=30, group=group)
+    StepTimeModel._pipeline(model, order, [[_Layer(1.0, 2.0, 0.0)] * vpp] * 4)
+    assert counts == [computed]
