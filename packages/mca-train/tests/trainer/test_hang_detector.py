@@ -1,5 +1,6 @@
 """Errors that mean that ranks waited for one another in vain."""
 
+import json
 import threading
 from datetime import timedelta
 from types import SimpleNamespace
@@ -87,6 +88,21 @@ def test_a_phase_is_stuck_after_a_multiple_of_its_longest_time(clock):
     detector._limit = 5.0
     detector._since = clock[0] - 5.1
     assert detector._is_stuck()
+
+
+def test_a_heartbeat_has_the_phase_and_the_step():
+    detector = HangDetector()
+    detector._store, detector._rank, detector._main = dist.HashStore(), 1, None
+    sent = []
+    for phase in ((), ("the optimizer", 7)):
+        if phase:
+            detector.enter(*phase)
+        detector._send()
+        sent.append(json.loads(detector._store.get("1")))
+    assert [(number, step, what) for number, _, step, what, *_ in sent] == [
+        (1, 0, "starting"),
+        (2, 7, "the optimizer"),
+    ]
 
 
 def test_a_rank_is_silent_after_three_intervals_without_a_new_heartbeat(clock):
