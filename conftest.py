@@ -9,12 +9,15 @@ that use it. ``MCA_DEVICE=cuda pytest -m gpu`` runs the tests of a GPU, and thos
 
 import atexit
 import contextlib
+import errno
+import fcntl
 import gc
 import json
 import logging
 import os
 import resource
 import signal
+import stat
 import sys
 from collections import Counter
 from collections.abc import Generator
@@ -75,7 +78,10 @@ def capture_root_logger_only() -> None:
 
 def check_descriptor(descriptor: int) -> None:
     """Fail as `os.fsync` does for what is no open file, and wait for no disk: no test cuts the power."""
-    os.fstat(descriptor)
+    if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_PATH:
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+    if stat.S_ISFIFO(mode := os.fstat(descriptor).st_mode) or stat.S_ISSOCK(mode):
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
 
 catch_ignored_signals()

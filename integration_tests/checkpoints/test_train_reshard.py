@@ -64,17 +64,23 @@ class Runs:
 
     def resumed(self, before: str, after: str, output: Path) -> Any:
         """The whole curve of which the beginning was made on another layout."""
-        self._run(before, self.first)
+        steps = self.steps if self._goes_on(before) else self.first
+        self._run(before, steps)
         size, changes = self.layouts[after]
-        checkpoint = self.folder / f"{before}-{self.first}" / f"checkpoint-{self.first}"
+        checkpoint = self.folder / f"{before}-{steps}" / f"checkpoint-{self.first}"
         found = run_ranks(size, run, self.model, output, self.steps, checkpoint, **self.settings | changes)
         return found[0]
 
+    def _goes_on(self, name: str) -> bool:
+        """Return True if a run trains on while it writes its checkpoint."""
+        return "async_save" in self.layouts[name][1]
+
     def _run(self, name: str, steps: int) -> Any:
-        """The curve of a run, which leaves a checkpoint if it stops after the first steps."""
+        """The curve of a run, which leaves a checkpoint if it stops after the first steps or writes in background."""
         if (name, steps) not in self.curves:
             size, changes = self.layouts[name]
-            settings = self.settings | changes | {"first": self.first if steps == self.first else 0}
+            saves = steps == self.first or self._goes_on(name)
+            settings = self.settings | changes | {"first": self.first if saves else 0}
             found = run_ranks(size, run, self.model, self.folder / f"{name}-{steps}", steps, **settings)
             self.curves[name, steps] = found[0]
         return self.curves[name, steps]

@@ -24,7 +24,7 @@ ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
 
 
-TWO_LAYERS = {"num_hidden_layers": 2}
+SHORT = {"num_hidden_layers": 2}
 
 
 def lora(**settings: Any) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def load(base: Path, layout: str, adapter: Path) -> torch.Tensor:
 @pytest.mark.cases(0, always=["False"])
 @pytest.mark.parametrize("start", [True, False, "gaussian"])
 def test_a_new_adapter_is_the_same_on_every_layout(start: bool | str, tmp_path: Path) -> None:
-    base = make_reference("llama-one-group", tmp_path, **TWO_LAYERS).path
+    base = make_reference("llama-one-group", tmp_path, **SHORT).path
     settings = lora(target_modules=ATTENTION + MLP, init_lora_weights=start)
     files = []
     for layout in ("tp1", "tp2pp2sp"):
@@ -81,7 +81,7 @@ def plain(base: Path) -> torch.Tensor:
 @pytest.mark.parametrize("one", ["tp2ep2etp2sp", "pp2ep2"])
 def test_adapters_of_single_experts_train_alike_and_load_on_other_layouts(one: str, tmp_path: Path) -> None:
     """The projections of every expert are separate modules, which transformers 5 no longer has."""
-    base = make_reference("qwen3_moe", tmp_path, **TWO_LAYERS).path
+    base = make_reference("qwen3_moe", tmp_path, **SHORT).path
     settings = lora(target_modules=["q_proj", *MLP])
     alone = run_ranks(1, new_adapter, base, "tp1", settings, tmp_path / "tp1", True)[0]
     ours = run_ranks(world_size(one), new_adapter, base, one, settings, tmp_path / one, True)
@@ -109,7 +109,7 @@ def merged_files(base: Path, layout: str, adapter: Path, target: Path) -> None:
 def test_live_merging_equals_the_converters(case: str, layout: str, tmp_path: Path) -> None:
     from mca_models.checkpoint_kinds import open_checkpoint
 
-    base = make_reference(case, tmp_path, "bfloat16", **TWO_LAYERS).path
+    base = make_reference(case, tmp_path, "bfloat16", **SHORT).path
     run_ranks(1, new_adapter, base, "tp1", lora(target_modules=ATTENTION + MLP), tmp_path, False)
     run_ranks(world_size(layout), merged_files, base, layout, tmp_path / "mca", tmp_path / "live")
     convert(base, tmp_path / "files", adapter_path=tmp_path / "mca", merge=True)
@@ -142,7 +142,7 @@ def merged_on_one_stage(base: Path, target: Path) -> list[Any]:
 
 
 def test_stages_without_an_adapter_merge_and_save_too(tmp_path: Path) -> None:
-    base = make_reference("llama", tmp_path, **TWO_LAYERS).path
+    base = make_reference("llama", tmp_path, **SHORT).path
     first, last = run_ranks(2, merged_on_one_stage, base, tmp_path / "merged", timeout=60)
     assert first == [True, 2, True, False]
     assert last == [True, 0, True, False]
@@ -281,7 +281,7 @@ def trained_with_dropout(base: Path, layout: str) -> tuple[torch.Tensor, list[di
 @pytest.mark.cases(0, always=["tp2sp"])
 @pytest.mark.parametrize("layout", ["tp2", "tp2sp"])
 def test_dropout_keeps_replicas_equal_and_is_off_in_evaluation(layout: str, tmp_path: Path) -> None:
-    base = make_reference("qwen2", tmp_path, **TWO_LAYERS).path
+    base = make_reference("qwen2", tmp_path, **SHORT).path
     (alone,) = run_ranks(1, evaluated_with_dropout, base, "tp1")
     logits, replicas = run_ranks(2, trained_with_dropout, base, layout)[0]
     assert float((logits - alone).abs().max()) < 1e-4

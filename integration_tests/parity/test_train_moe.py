@@ -83,6 +83,7 @@ def test_balancing_losses_are_logged_apart(tmp_path):
     for rank in staged:
         for key in ("moe_load_balancing_loss", "loss", "grad_norm", "eval_loss"):
             assert worst(single[key], rank[key]) < 1e-4, key
+        assert rank["loss"] == staged[0]["loss"]
 
 
 def predicting(checkpoint: Path, output: Path, **changes: Any) -> dict[str, list[float]]:
@@ -112,6 +113,7 @@ def test_mtp_losses_are_logged_apart_and_packing_and_recomputation_change_nothin
     for rank in (packed, *staged):
         for key in ("loss", "grad_norm", "mtp_1_loss"):
             assert worst(single[key], rank[key]) < 1e-4, key
+        assert rank["loss"] == staged[0]["loss"]
 
 
 BALANCED = {"moe_aux_loss_coeff": 0.4, "moe_z_loss_coeff": 0.02, "moe_router_load_balancing_type": "aux_loss"}

@@ -130,7 +130,6 @@ def _fill_caches() -> None:
     distributed_c10d.BackendConfig(Backend("gloo"))  # looks through the entry points of all packages
     list(FAMILIES.values())  # imports their modules
     config_from_hf(_LLAMA)
-    os.environ.update()
 
 
 def run_ranks(

@@ -197,7 +197,7 @@ def bench(tmp_path) -> Iterator[mutate.Bench]:
         (tree / f"test_{name}.py").write_text(
             f"from mca_made import EARLY, f\n\ndef test_f():\n    assert {line}\n"
         )
-    bench = mutate.Bench(tree, "not qualify", lambda test: 0.5 if "hanging" in test else 60)
+    bench = mutate.Bench(tree, "not qualify", lambda test: 2 if "hanging" in test else 60)
     yield bench
     bench.close()
 

@@ -32,7 +32,7 @@ def run_and_kill(arguments: list[str], number: int, seconds: float) -> tuple[int
     if child == 0:
         code = 1
         try:
-            os.write(writer, b"%d" % _convert(arguments, number, seconds))
+            os.write(writer, b"%d" % _count_touches(arguments, number, seconds))
             code = 0
         finally:
             os._exit(code)
@@ -42,7 +42,7 @@ def run_and_kill(arguments: list[str], number: int, seconds: float) -> tuple[int
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), touches
 
 
-def _convert(arguments: list[str], number: int, seconds: float) -> int:
+def _count_touches(arguments: list[str], number: int, seconds: float) -> int:
     count = itertools.count(1)
 
     def hear(event: str, args: object) -> None:

@@ -118,7 +118,7 @@ def test_a_rank_that_failed_does_not_write_its_last_words_for_ever():
     body = """
     import atexit
     from mca_train.launch import launcher
-    launcher._LAST_WORDS = 0.2
+    launcher._LAST_WORDS = 1.0
     if rank == 0:
         atexit.register(time.sleep, 600)
         atexit.register(print, "last words", flush=True)
