@@ -1,6 +1,7 @@
 """Damaged checkpoints of others: one clear error, and nothing at the output path."""
 
 import shutil
+import stat
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,8 @@ RANK = "iter_0000001/mp_rank_01_000"
 @pytest.mark.parametrize("damage", sorted(ROLL))
 def test_damaged_trees_of_roll(damage: str, tmp_path: Path, capsys) -> None:
     shutil.copytree(FIXTURE, tmp_path / "roll")
+    for path in (tmp_path / "roll").rglob("*"):
+        path.chmod(path.stat().st_mode | stat.S_IWUSR)  # the fixtures may be read-only, and the user not root
     apply, message = ROLL[damage]
     apply(tmp_path / "roll")
     assert message in refused(tmp_path / "roll", tmp_path, capsys)
