@@ -27,7 +27,21 @@ TOLERANCE = 1e-4
 ORIGINAL = {"original_max_position_embeddings": 16}
 YARN = {"rope_type": "yarn", "factor": 4.0, **ORIGINAL}
 FULL, SLIDING = "full_attention", "sliding_attention"
-OWN_ROPE = ("gemma3_text", "olmo3", "phi3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+OWN_ROPE = (
+    "gemma3_text",
+    "gemma4_text",
+    "gemma4_unified_text",
+    "lfm3",
+    "mellum",
+    "mimo_v2_flash",
+    "olmo3",
+) + (
+    "phi3",
+    "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+)
+QUERY_LORA = ("axk1", "deepseek_v32", "glm_moe_dsa", "longcat_flash")  # their q_lora_rank cannot be None
 FROM_HIDDEN = ("olmo2", "olmo3", "olmoe", "granite", "smollm3", "phi3", "helium")  # no head_dim of their own
 ROPES: tuple[dict[str, Any], ...] = (
     {"rope_type": "default"},
@@ -72,6 +86,8 @@ def drawn(kind: str, base: dict[str, Any], rng: random.Random) -> dict[str, Any]
     full = {**reference.SIZE, **base}
     known = {key: values for has, some in CHOICES if has in full for key, values in some.items()}
     known |= OF_FAMILY.get(kind, {})
+    if kind in QUERY_LORA:
+        known["q_lora_rank"] = (8, 16)
     if "kv_lora_rank" not in full:
         known |= {"num_key_value_heads": (1, 2, 4)} | (
             {} if kind in FROM_HIDDEN else {"head_dim": (8, 16, 32)}
