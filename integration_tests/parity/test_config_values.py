@@ -35,7 +35,6 @@ OWN_ROPE = (
     "mellum",
     "mimo_v2_flash",
     "olmo3",
-) + (
     "phi3",
     "qwen3_next",
     "qwen3_5_text",
@@ -133,6 +132,13 @@ def models() -> Iterator[tuple[str, str, dict[str, Any]]]:
     half = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
     for case in WHOLE_HEADS:
         yield f"half-{case}", case, {"rope_parameters": half}
+    dynamic = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 100.0}
+    for case in ("minimax_m3_vl_text", "deepseek_v32"):  # their indexers rotate, too
+        yield (
+            f"dynamic-{case}",
+            case,
+            {"max_position_embeddings": 16, "rope_parameters": dynamic},
+        )
     rng = random.Random(2026)
     for number in range(COUNT):
         case = rng.choice(sorted(FAMILY_CASES))
@@ -188,6 +194,7 @@ def test_every_value_is_computed_or_refused(tmp_path: Path, monkeypatch: pytest.
     assert {what for name, what in found.items() if name.startswith(("groups", "rope-yarn", "half"))} == {
         "same"
     }
+    assert all("top-k attention" in found[name] for name in found if name.startswith("dynamic"))
     for name in (name for name in found if name.startswith("one-expert")):
         assert "num_experts_per_tok" in found[name], name
     assert sum(what == "same" for what in found.values()) > COUNT / 2

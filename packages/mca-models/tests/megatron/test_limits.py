@@ -143,6 +143,12 @@ REFUSED: list[tuple[McaModelConfig, ParallelLayout, dict[str, Any], str]] = [
         "remove core_attn from recompute_modules",
     ),
     (
+        INDEXED.replace_fields(rope_scaling={"rope_type": "dynamic", "factor": 4.0}),
+        PP2,
+        {},
+        "top-k attention with rope_type dynamic",
+    ),
+    (
         PARALLEL,
         PP2,
         {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},

@@ -13,8 +13,8 @@ from mca_models.megatron.features.feature import Feature, change_self_attention
 from mca_models.megatron.features.topk_attention import (
     QueryFeatures,
     TopKSparseAttention,
+    indexer_problems,
     normed_input,
-    recomputation_problems,
     rotated,
 )
 from mca_models.megatron.layers.attention import CoreAttention
@@ -197,6 +197,6 @@ BLOCK_SPARSE_ATTENTION = Feature(
     name="block-sparse attention",
     enabled=lambda config: config.block_sparse_attention is not None,
     spec=lambda context: change_self_attention(with_block_indexer),
-    problems=recomputation_problems,
+    problems=indexer_problems,
     core_attention=block_sparse_attention,
 )

@@ -18,8 +18,8 @@ from mca_models.megatron.features.mla import change_mla
 from mca_models.megatron.features.topk_attention import (
     QueryFeatures,
     TopKSparseAttention,
+    indexer_problems,
     normed_input,
-    recomputation_problems,
     rotated,
 )
 from mca_models.megatron.layers.attention import CoreAttention
@@ -184,6 +184,6 @@ DSA = Feature(
     name="DeepSeek sparse attention",
     enabled=lambda config: config.mla is not None and config.dsa is not None,
     spec=lambda context: change_mla(with_indexer),
-    problems=recomputation_problems,
+    problems=indexer_problems,
     core_attention=dsa_attention,
 )

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mca_models.megatron.features.feature import Setup
 from mca_models.megatron.layers.attention import CoreAttention
+from mca_models.megatron.layers.rope import LENGTH_DEPENDENT
 from mca_models.megatron.layers.zigzag import gather_full_sequences, rank_token_ranges
 from mca_models.megatron.types import MegatronModule
 
@@ -127,10 +128,13 @@ def rotated(
     return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], -1)
 
 
-def recomputation_problems(setup: Setup) -> Iterator[str]:
-    """Yield why the attention cannot be recomputed alone: the indexer reads inputs that are gone by then."""
+def indexer_problems(setup: Setup) -> Iterator[str]:
+    """Yield what an indexer cannot do: read inputs that are gone, and follow frequencies of the longest sequence."""
     if setup.recomputes("core_attn"):
         yield (
             "top-k attention cannot be recomputed alone; remove core_attn from "
             "recompute_modules, or set recompute_granularity to full"
         )
+    kind = (setup.config.rope.rope_scaling or {}).get("rope_type")
+    if kind in LENGTH_DEPENDENT:
+        yield f"top-k attention with rope_type {kind} is not supported; use one that does not depend on the length"

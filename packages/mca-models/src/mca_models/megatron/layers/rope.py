@@ -156,6 +156,8 @@ _BEYOND: dict[str, Callable[[McaModelConfig, int], Tensor]] = {
     "dynamic": dynamic_frequencies,
     "longrope": long_frequencies,
 }
+LENGTH_DEPENDENT = frozenset(_BEYOND)
+"""RoPE types whose frequencies depend on the longest sequence of a pass."""
 
 
 def length_dependent_ropes(*chunks: torch.nn.Module) -> tuple[MegatronModule, ...]:
