@@ -27,7 +27,7 @@ TOLERANCE = 1e-4
 ORIGINAL = {"original_max_position_embeddings": 16}
 YARN = {"rope_type": "yarn", "factor": 4.0, **ORIGINAL}
 FULL, SLIDING = "full_attention", "sliding_attention"
-OWN_ROPE = (
+NESTED_ROPE = (
     "gemma3_text",
     "gemma4_text",
     "gemma4_unified_text",
@@ -35,11 +35,8 @@ OWN_ROPE = (
     "mellum",
     "mimo_v2_flash",
     "olmo3",
-    "phi3",
-    "qwen3_next",
-    "qwen3_5_text",
-    "qwen3_5_moe_text",
 )
+OWN_ROPE = (*NESTED_ROPE, "phi3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 QUERY_LORA = ("axk1", "deepseek_v32", "glm_moe_dsa", "longcat_flash")  # their q_lora_rank cannot be None
 FROM_HIDDEN = ("olmo2", "olmo3", "olmoe", "granite", "smollm3", "phi3", "helium")  # no head_dim of their own
 ROPES: tuple[dict[str, Any], ...] = (
@@ -98,6 +95,11 @@ def drawn(kind: str, base: dict[str, Any], rng: random.Random) -> dict[str, Any]
     different = {key: rng.choice(values) for key, values in known.items() if rng.random() < 0.4}
     if kind not in OWN_ROPE and rng.random() < 0.6:
         different["rope_parameters"] = {"rope_theta": rng.choice((100.0, 5e5)), **rng.choice(ROPES)}
+    if kind in NESTED_ROPE and rng.random() < 0.6:
+        different["rope_parameters"] = {
+            FULL: {"rope_theta": rng.choice((100.0, 5e5)), **rng.choice(ROPES)},
+            SLIDING: {"rope_theta": rng.choice((100.0, 1e4)), "rope_type": "default"},
+        }
     if kind in SWITCHED and rng.random() < 0.4:
         different |= {
             "use_sliding_window": True,
