@@ -120,6 +120,19 @@ def test_a_scaling_for_all_layers_beside_ropes_by_kind_is_refused(case: str) -> 
         config_from_hf(described(case, rope_scaling=LINEAR))
 
 
+@pytest.mark.parametrize("case", ["mellum", "mimo_v2_flash", "gemma3_text", "olmo3"])
+def test_a_range_that_is_not_rounded_in_ropes_by_kind_is_refused(case: str) -> None:
+    """Raise an error where transformers does not read the key."""
+    full = {**YARN, **INSIDE, "rope_theta": 1e5, "attention_factor": 1.0, "truncate": False}
+    with pytest.raises(
+        McaError, match=r"'rope_parameters.full_attention.truncate' is False; supported: True"
+    ):
+        config_from_hf(described(case, rope_parameters={**NESTED, "full_attention": full}))
+    assert config_from_hf(
+        described(case, rope_parameters={**NESTED, "full_attention": {**full, "truncate": True}})
+    )
+
+
 @pytest.mark.parametrize(
     ("full", "sliding", "reported"),
     [

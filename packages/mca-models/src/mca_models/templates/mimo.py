@@ -33,7 +33,13 @@ from mca_models.templates.parts.moe import (
 from mca_models.templates.parts.mtp import mtp_params
 from mca_models.templates.parts.names import MoeNames
 from mca_models.templates.parts.passthrough import with_mtp_passthrough
-from mca_models.templates.parts.rope import FULL, PER_LAYER_TYPE, SLIDING, write_layer_types
+from mca_models.templates.parts.rope import (
+    FULL,
+    PER_LAYER_TYPE,
+    SLIDING,
+    require_truncate,
+    write_layer_types,
+)
 from mca_models.weights import Param, SwappedHalves
 
 QWEN2 = get_family("qwen2")
@@ -96,6 +102,7 @@ def derive(hf: HfConfig) -> JsonObject:
         for kind, base in ((FULL, 5e6), (SLIDING, 1e4))
     )
     _require_ropes(full, local, ropes)
+    require_truncate(ropes.get(FULL) or {})
     window = hf.get("sliding_window_size")
     experts = grouped_experts({**hf, "first_k_dense_replace": 1}) | derive_moe_layers(hf)
     return {

@@ -36,6 +36,13 @@ def alpha_rope(hf: HfConfig) -> JsonObject:
     return rope
 
 
+def require_truncate(full: HfConfig) -> None:
+    """Reject a correction range that is not rounded, in the rope of full layers."""
+    key = "rope_parameters.full_attention.truncate"
+    whole = Fixed(key, (True,), "transformers reads it only where all layers have the same rope")
+    whole.check({key: full.get("truncate", True)})
+
+
 def derive_dual_rope(hf: HfConfig, base: float, local_base: float) -> JsonObject:
     """Return the ropes of full and sliding-window layers, from the keys of transformers 5 or (full layers) 4.
 
@@ -53,6 +60,7 @@ def derive_dual_rope(hf: HfConfig, base: float, local_base: float) -> JsonObject
         Fixed(
             "rope_parameters.sliding_attention", ({},), "sliding-window layers have an unscaled rope"
         ).check({"rope_parameters.sliding_attention": local})
+    require_truncate(full)
     return {**whole, "rotary_base_local": sliding["rotary_base"]}
 
 
