@@ -55,6 +55,7 @@ OLD = {"type": "linear", "factor": 2.0}
 YARN = {"rope_type": "yarn", "factor": 4.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LONG = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+SHARE = {"partial_rotary_factor": 0.334}
 FOUR = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 INSIDE, BESIDE = {"original_max_position_embeddings": 16}, {"original_max_position_embeddings": 32}
 NESTED = {
@@ -124,6 +125,7 @@ def test_a_scaling_for_all_layers_beside_ropes_by_kind_is_refused(case: str) -> 
 def test_a_range_that_is_not_rounded_in_ropes_by_kind_is_refused(case: str) -> None:
     """Raise an error where transformers does not read the key."""
     full = {**YARN, **INSIDE, "rope_theta": 1e5, "attention_factor": 1.0, "truncate": False}
+    full |= SHARE if case == "mimo_v2_flash" else {}
     with pytest.raises(
         McaError, match=r"'rope_parameters.full_attention.truncate' is False; supported: True"
     ):
@@ -138,9 +140,14 @@ def test_a_range_that_is_not_rounded_in_ropes_by_kind_is_refused(case: str) -> N
     [
         ({}, LINEAR, "'rope_parameters.sliding_attention' is .*'linear'.*partial_rotary_factor"),
         ({}, {"partial_rotary_factor": 0.5}, "'rope_parameters.sliding_attention'.* which is 0.334"),
-        (YARN, {}, "'rope_parameters.full_attention' is of rope_type 'yarn'; .* attention_factor of 1.0"),
-        ({**YARN, "attention_factor": 1.0}, {}, None),
-        (LINEAR, {}, None),
+        (
+            {**YARN, **SHARE},
+            {},
+            "'rope_parameters.full_attention' is of rope_type 'yarn'; .* attention_factor of 1.0",
+        ),
+        ({**YARN, **SHARE, "attention_factor": 1.0}, {}, None),
+        ({**LINEAR, **SHARE}, {}, None),
+        (LINEAR, {}, "'rope_parameters.sliding_attention'.* which is 1.0"),
     ],
 )
 def test_ropes_of_kinds_that_differ_in_more_than_their_base_are_refused(

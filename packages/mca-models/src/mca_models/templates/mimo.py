@@ -97,10 +97,7 @@ def derive(hf: HfConfig) -> JsonObject:
     count = hf["num_hidden_layers"]
     kinds = hf.get("layer_types") or [SLIDING if i and (i + 1) % 6 else FULL for i in range(count)]
     ropes = hf.get("rope_parameters") or {}
-    full, local = (
-        read_rope({"rope_theta": base, "partial_rotary_factor": SHARE, "rope_parameters": ropes.get(kind)})
-        for kind, base in ((FULL, 5e6), (SLIDING, 1e4))
-    )
+    full, local = (_rope(ropes.get(kind) or {}, base) for kind, base in ((FULL, 5e6), (SLIDING, 1e4)))
     _require_ropes(full, local, ropes)
     require_truncate(ropes.get(FULL) or {})
     window = hf.get("sliding_window_size")
@@ -116,6 +113,12 @@ def derive(hf: HfConfig) -> JsonObject:
         },
         "moe_router_topk_scaling_factor": hf.get("routed_scaling_factor") or 1.0,
     }
+
+
+def _rope(said: HfConfig, base: float) -> JsonObject:
+    """Derive one rope; transformers rotates whole heads if a scaled one does not name its share."""
+    share = SHARE if said.get("rope_type", "default") == "default" else 1.0
+    return read_rope({"rope_theta": base, "partial_rotary_factor": share, "rope_parameters": said})
 
 
 def _require_ropes(full: Values, local: Values, said: HfConfig) -> None:
