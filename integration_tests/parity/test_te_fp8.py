@@ -43,7 +43,8 @@ RESUMED: dict[str, dict[str, Any]] = {
 }
 
 
-def test_resuming_under_delayed_scaling_changes_no_bit(checkpoint: Path, tmp_path: Path) -> None:
+def test_resuming_under_delayed_scaling_changes_no_bit(tmp_path: Path) -> None:
+    checkpoint = tiny_checkpoint(tmp_path / "model", num_hidden_layers=2)
     for name, each in RESUMED.items():
         # in processes of its own: Transformer Engine goes on to agree over the groups of an earlier layout
         settings = FP8 | SHORT | each
