@@ -22,7 +22,10 @@ from train_fault_runs import run_all
 pytestmark = pytest.mark.ranks
 
 SAMPLE = 1  # of each kind and turn
-KINDS = ("save", "resume", "export")
+KINDS = (  # those that are not run by default have workers of their own: each takes many minutes
+    "save",
+    *(pytest.param(kind, marks=pytest.mark.xdist_group(kind)) for kind in ("resume", "export")),
+)
 TURNS = range(len(ERRORS))  # in each of which every site fails, one with this error and the next with another
 
 LOCK = ".mca-train.lock"
