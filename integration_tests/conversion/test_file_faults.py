@@ -144,7 +144,8 @@ def fault_of(found: dict[str, Any], whole: dict[str, int], before: dict[str, int
         return f"exit {found['code']}"
     if found["tree"] != before:
         return f"exit 1, and there is {sorted(found['tree'])}"
-    return None if len(lines) == 1 and lines[0].startswith("error: /") else f"{len(lines)} lines"
+    is_told = len(lines) == 1 and lines[0].startswith(("error: /", "error: --output_path /"))
+    return None if is_told else f"{len(lines)} lines"
 
 
 CASES = [
