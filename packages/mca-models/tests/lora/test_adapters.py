@@ -427,18 +427,18 @@ def counted_rows(blocks: list[int]) -> Any:
 
 
 def test_any_range_is_filled_as_in_the_whole() -> None:
-    """A tensor of 12 elements: zeros, then elements of two parts, and zeros between."""
+    """A tensor of 14 elements: zeros, then elements of two parts, and zeros between."""
     parts: Any = [
         SimpleNamespace(start=0, elements=lambda first=first: np.arange(first, first + 8))
         for first in (1, 101)
     ]
     moves = (Move(0, 2, 1, 4, 1, 4, 4), Move(1, 0, 8, 3, 1, 3, 3))
-    gather: Any = SimpleNamespace(zeros=[(0, 1), (5, 8), (11, 12)], moves=moves)
-    whole = np.full(12, -1)
+    gather: Any = SimpleNamespace(zeros=[(0, 1), (5, 8), (11, 14)], moves=moves)
+    whole = np.full(14, -1)
     merge.fill(whole, gather, parts)
-    assert whole.tolist() == [0, 3, 4, 5, 6, 0, 0, 0, 101, 102, 103, 0]
-    for start in range(12):
-        for stop in range(start + 1, 13):
+    assert whole.tolist() == [0, 3, 4, 5, 6, 0, 0, 0, 101, 102, 103, 0, 0, 0]
+    for start in range(14):
+        for stop in range(start + 1, 15):
             part = np.full(stop - start, -1)
             merge.fill(part, gather, parts, start)
             assert np.array_equal(part, whole[start:stop]), (start, stop)

@@ -48,3 +48,17 @@ def test_a_bucket_ends_at_its_limit_or_where_other_ranks_receive(max_bytes: int,
     config: Any = SimpleNamespace(layout=ParallelLayout())
     found = plan_buckets(units, specs, config, max_bytes)
     assert [bucket.nbytes for bucket in found] == filled
+
+
+def test_all_experts_of_a_unit_count_towards_the_limit() -> None:
+    sizes = {"a": 64, "b": 64}  # of 4 bytes
+    params = {name: Param(mca=name, hf=(name,), shape=(size,)) for name, size in sizes.items()}
+    experts = [
+        Param(mca="w{expert}", hf=("experts",), expert=number, stacked=True, shape=(64,))
+        for number in range(2)
+    ]
+    specs = {param.mca_name(): ("F32", (64,)) for param in (*params.values(), *experts)}
+    units = [Unit([params["a"]], frozenset()), Unit(experts, frozenset()), Unit([params["b"]], frozenset())]
+    config: Any = SimpleNamespace(layout=ParallelLayout())
+    found = plan_buckets(units, specs, config, 700)
+    assert [bucket.nbytes for bucket in found] == [256, 512, 256]

@@ -35,6 +35,13 @@ def test_rows_in_any_order_become_the_tensor(order: list[int], keep: bool) -> No
         assert torch.equal(arrived, WHOLE) and made._all["a"].parts is None  # type: ignore[arg-type]
 
 
+def test_rows_keep_their_dtype() -> None:
+    made, whole = receiver(), WHOLE.bfloat16()
+    assert made.receive("a", whole[:2], 0) is None
+    arrived = made.receive("a", whole[2:], 2)
+    assert arrived is not None and arrived.dtype == torch.bfloat16 and torch.equal(arrived, whole)
+
+
 def test_a_whole_tensor_is_returned_as_it_is() -> None:
     made = receiver()
     assert made.receive("a", WHOLE, None) is WHOLE and made.receive("twin", WHOLE, 0) is WHOLE

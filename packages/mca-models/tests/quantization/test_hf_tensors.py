@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from mca_config.errors import McaError
 from mca_models.quantization.hf_tensors import (
+    config_only_linear,
     config_without_quantization,
     dequantize,
     read_quantization_config,
@@ -264,3 +265,9 @@ def test_the_text_part_may_say_it(top: dict[str, Any], tmp_path: Path) -> None:
     assert list(dequantize(stored(tmp_path, tensors), config, "BF16")) == ["w"]
     plain = {"model_type": "internvl", "text_config": {"model_type": "qwen2"}, "dtype": "bfloat16"}
     assert config_without_quantization(config, "bfloat16") == plain
+
+
+def test_a_configuration_without_blocks_has_one_scale_for_each_linear() -> None:
+    linear = TensorInfo("w.weight", "BF16", (4, 6), 0, 48, Path("model.safetensors"))
+    found = config_only_linear(linear, {"quantization_config": {"quant_method": "fp8"}}, "BF16")
+    assert (found.name, found.shape, found.dtype, found.nbytes) == ("w.weight", (4, 6), "BF16", 48)

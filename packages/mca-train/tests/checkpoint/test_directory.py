@@ -165,3 +165,10 @@ def test_each_damaged_checkpoint_but_a_lone_one_is_reported_as_it_is_tried(
     with pytest.raises(McaError):
         directory.find("auto", tmp_path, RANKS)
     assert len(caplog.messages) == (count if count > 1 else 0)
+
+
+def test_a_first_checkpoint_that_is_incomplete_is_named(tmp_path: Path, caplog: Any) -> None:
+    (tmp_path / "checkpoint-1").mkdir()
+    directory._warn_incomplete(tmp_path, None)
+    (message,) = caplog.messages
+    assert "checkpoint-1 has no" in message

@@ -250,7 +250,7 @@ def test_other_rates_and_channels_are_resampled_and_averaged(tmp_path):
     write(tmp_path / "stereo.wav", 440, 0.5, 44100, 2)
     found = AudioFile(str(tmp_path / "stereo.wav")).samples(RATE)
     right = tone(440, 0.5)[:, 0] / 2
-    assert found.shape == right.shape
+    assert found.shape == right.shape and found.dtype == np.float32
     inside = slice(200, -200)  # the filter rings at both ends
     assert np.abs(found - right)[inside].max() < 1e-3  # 16-bit samples, and the filter's ripple
 

@@ -41,6 +41,7 @@ from mca_train.data.image_rows import ImageReader
 from mca_train.data.image_tiles import TileRowTokens
 from mca_train.data.media_tokens import MediaTokens, image_tokens
 from mca_train.data.medium_tokens import Grid, MediaContext, expecting, load_processor
+from mca_train.data.patch_grids import LineTokens
 from mca_train.data.video_files import VideoFacts
 from mca_train.data.video_tokens import PooledVideoTokens, SliceVideoTokens
 from mca_train.tasks import TASKS
@@ -69,6 +70,17 @@ def load(kind, folder, *rows):
 def row(question, *names):
     turns = [{"role": "user", "content": question}, {"role": "assistant", "content": "red"}]
     return {"messages": turns, "images": [f"{name}.png" for name in names]}
+
+
+@pytest.mark.parametrize("side", [*range(7, 11), 16, 17, 31, 32])
+def test_a_started_patch_of_mistral_3_is_a_whole_one(side):
+    made = object.__new__(LineTokens)
+    made._side, made.processor = 8, PixtralImageProcessorPil(size={"longest_edge": 32}, patch_size=8)
+    for height, width in ((side, 8), (8, side)):
+        pixels = np.zeros((height, width, 3), np.uint8)
+        found = made.processor(images=[pixels], return_tensors="pt", patch_size={"height": 8, "width": 8})
+        ((high, wide),) = found["image_sizes"].tolist()
+        assert made._computed(height, width) == Grid(high // 8, wide // 8)
 
 
 def test_tokens_and_pixels_are_those_of_the_familys_own_processor(made):

@@ -6,6 +6,7 @@ import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import pytest
@@ -20,6 +21,7 @@ from mca_train.batching.collate import PadCollator, StepCollator
 from mca_train.batching.packing import PackedDataset
 from mca_train.batching.sampling import CountedSamples
 from mca_train.config.arguments import DataArguments
+from mca_train.data import image_blocks
 from mca_train.data.image_files import open_image
 from mca_train.data.media_tokens import image_tokens
 from mca_train.data.medium_tokens import Grid
@@ -382,3 +384,13 @@ def test_sizes_are_told_by_the_processor(tokenizer, folder):
         _, high, wide = processor()(images=[image], return_tensors="pt")["image_grid_thw"][0].tolist()
         assert tokens.grid(height, width) == Grid(high // 2, wide // 2)
     assert Path(folder / "model").is_dir()
+
+
+@pytest.mark.parametrize("first", ["text", "images"])
+def test_blocks_have_images_if_one_file_has(monkeypatch, first):
+    monkeypatch.setattr(image_blocks, "text_encoder", lambda *_: None)
+    heads = sorted([{"text": "a"}, {"images": ["a.png"]}], key=lambda row: first not in row)
+    rows = SimpleNamespace(heads=heads, order_description="rows")
+    read = SimpleNamespace(has_images=lambda row: "images" in row)
+    stream = image_blocks.ImageBlockStream(rows, (), read, SimpleNamespace(seq_length=16), "train_file")
+    assert stream.has_images

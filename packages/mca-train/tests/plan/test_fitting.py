@@ -13,6 +13,7 @@ from mca_config.layout import ParallelLayout
 from mca_config.parser import from_namespace
 from mca_models.megatron import platform
 from mca_models.templates import config_from_hf
+from mca_train.plan import search
 from mca_train.plan.counts import ModelCounts
 from mca_train.plan.hardware import load_hardware
 from mca_train.plan.memory import GIB, Plan, PlanInput, minimum_memory, plan_layout
@@ -236,6 +237,21 @@ def test_a_search_tries_pipeline_sizes_that_divide_the_devices(
     subject = PlanInput(config=config, seq_length=512, model=ModelCounts.for_model(config))
     fits = fitting_layouts(subject, args, 24, gpus, load_hardware("gib:1000"))
     assert {fit.layout.pp for fit in fits} == sizes
+
+
+def test_a_search_orders_layouts_without_simulating_their_schedules(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject, args, _ = planned(tmp_path)
+    rough, predict = [], search.predict_step_time
+
+    def recorded(*given: Any, **options: Any) -> Any:
+        rough.append(options.get("roughly"))
+        return predict(*given, **options)
+
+    monkeypatch.setattr(search, "predict_step_time", recorded)
+    assert list(fitting_layouts(subject, args, 8, 2, load_hardware("gib:1000")))
+    assert set(rough) == {True}
 
 
 def test_a_search_tries_every_size_of_each_axis_that_a_model_and_its_devices_have() -> None:
