@@ -62,3 +62,15 @@ def test_all_experts_of_a_unit_count_towards_the_limit() -> None:
     config: Any = SimpleNamespace(layout=ParallelLayout())
     found = plan_buckets(units, specs, config, 700)
     assert [bucket.nbytes for bucket in found] == [256, 512, 256]
+
+
+def test_a_stack_has_no_gaps() -> None:
+    experts = [
+        Param(mca="w{expert}", hf=("experts",), expert=number, stacked=True, shape=(5,))
+        for number in range(2)
+    ]
+    specs = {param.mca_name(): ("F32", (5,)) for param in experts}
+    config: Any = SimpleNamespace(layout=ParallelLayout())
+    (bucket,) = plan_buckets([Unit(experts, frozenset())], specs, config, 700)
+    assert [slot.start for slot in bucket.slots] == [0, 20]
+    assert [entry.shape for entry in bucket.entries] == [(2, 5)]

@@ -68,6 +68,12 @@ def test_each_rank_writes_each_second_file_of_two_and_receives_its_tensors(
     ] == {"format": "pt"}
 
 
+def test_a_file_that_no_rank_wrote_whole_is_named(tmp_path: Path) -> None:
+    layout: Any = SimpleNamespace(files={"a.safetensors": ["x"]}, specs=lambda name: [("x", "U8", (4,))])
+    with pytest.raises(McaError, match=f"^{tmp_path}/iter_0000001/a.safetensors: tensor x was not written"):
+        save._finish_mca(SimpleNamespace(), layout, [{"a.safetensors": {}}], tmp_path)  # type: ignore[arg-type]
+
+
 def test_a_rank_that_cannot_write_raises_its_first_error(tmp_path: Path) -> None:
     faults: list[Exception] = []
     layout: Any = SimpleNamespace(written_as=lambda name: (name, f"{name} copied"))

@@ -68,6 +68,12 @@ def test_delta_rule_outputs_do_not_see_later_tokens() -> None:
     torch.testing.assert_close(whole[:, :, :70], cut)
 
 
+def test_delta_rule_is_computed_in_fp32() -> None:
+    five = [x.bfloat16() for x in inputs(CHUNK + 1)]
+    found = gated_delta_rule(*five)
+    assert torch.equal(found, gated_delta_rule(*(x.float() for x in five)).bfloat16())
+
+
 def test_strong_decay_does_not_overflow() -> None:
     query, key, value, decay, beta = (x.float() for x in inputs(CHUNK))
     assert gated_delta_rule(query, key, value, decay * 1000, beta).isfinite().all()

@@ -20,7 +20,7 @@ from mca_models.weights import (
     Transposed,
     expand_rules,
 )
-from mca_models.weights.arrays import split, split_ratio
+from mca_models.weights.arrays import split, split_ratio, stack
 from mca_models.weights.layouts import FusedRotaryHeads, Layout
 
 COLUMN_OF = [[0], [1], [2], [3]]
@@ -100,3 +100,9 @@ def test_hf_may_number_a_layer_otherwise() -> None:
     assert (param.mca_name(), param.hf_names()) == ("l2", ("hf2",))
     other = Param(mca="l{layer}", hf=("hf{layer}",), layer=2, hf_layer=0)
     assert (other.mca_name(), other.hf_names()) == ("l2", ("hf0",))
+
+
+def test_a_stack_has_its_axis_in_front() -> None:
+    parts = [np.arange(12).reshape(3, 4), np.arange(12, 24).reshape(3, 4)]
+    assert np.array_equal(stack(parts), np.arange(24).reshape(2, 3, 4))
+    assert torch.equal(stack([torch.from_numpy(part) for part in parts]), torch.arange(24).view(2, 3, 4))

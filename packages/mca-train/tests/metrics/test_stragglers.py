@@ -92,3 +92,18 @@ def test_the_slowest_of_several_ranks_is_logged_with_its_delay(monkeypatch):
         monkeypatch.setattr(one, "_warn", lambda *_: None)
         found += [one.report(1, 1.0, 1), one.report(0, 1.0, 1)]
     assert found == [{}, {}, {"slowest_rank": 1, "slowest_rank_behind": 0.4}, {}]
+
+
+def test_a_rank_is_named_once_as_long_as_it_is_the_slowest(monkeypatch):
+    rows, named = [[0.01, 0.5, 1.0], [0.41, 0.5, 1.0]], []
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda box: box.copy_(torch.tensor(rows)))
+    monkeypatch.setattr("torch.distributed.broadcast_object_list", lambda *_, src, device: named.append(src))
+    here = SimpleNamespace(
+        rank=0, world_size=2, device=torch.device("cpu"), layout=SimpleNamespace(pp=1), is_first=True
+    )
+    one = Stragglers(here)
+    for _ in range(2):
+        one.report(1, 1.0, 1)
+    rows.reverse()
+    one.report(1, 1.0, 2)
+    assert named == [1, 0]
