@@ -38,7 +38,7 @@ from mca_train.batching.collate import PadCollator, StepCollator
 from mca_train.batching.sampling import CountedSamples
 from mca_train.config.arguments import DataArguments
 from mca_train.data.image_rows import ImageReader
-from mca_train.data.image_tiles import TileRowTokens
+from mca_train.data.image_tiles import TileRowTokens, WordMarkTokens
 from mca_train.data.media_tokens import MediaTokens, image_tokens
 from mca_train.data.medium_tokens import Grid, MediaContext, expecting, load_processor
 from mca_train.data.patch_grids import LineTokens
@@ -70,6 +70,14 @@ def load(kind, folder, *rows):
 def row(question, *names):
     turns = [{"role": "user", "content": question}, {"role": "assistant", "content": "red"}]
     return {"messages": turns, "images": [f"{name}.png" for name in names]}
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (1, 3), (3, 1), (2, 3)])
+def test_an_image_of_ovis_2_has_the_tokens_of_all_its_tiles(rows, columns):
+    made = object.__new__(WordMarkTokens)
+    made._length, made.token, made._marks = 4, 9, list(range(5))
+    tiles = rows * columns
+    assert made.ids(made._tiles(rows, columns)).count(9) == 4 * (tiles + (tiles > 1))
 
 
 @pytest.mark.parametrize("side", [*range(7, 11), 16, 17, 31, 32])

@@ -29,6 +29,13 @@ def test_a_stop_comes_one_step_after_the_signal(seconds: SimpleNamespace) -> Non
         assert not signal.stopped and not signal.agreed()
 
 
+def test_the_handler_before_is_back_afterwards(seconds: SimpleNamespace) -> None:
+    before = sigterm.signal.getsignal(15)
+    with StopSignal() as stop:
+        assert sigterm.signal.getsignal(15) == stop._handle
+    assert sigterm.signal.getsignal(15) == before
+
+
 def test_a_second_signal_ends_the_process_with_the_status_of_shells(
     seconds: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
