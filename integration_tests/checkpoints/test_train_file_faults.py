@@ -22,7 +22,7 @@ from train_fault_runs import run_all
 pytestmark = pytest.mark.ranks
 
 SAMPLE = 1  # of each kind and turn
-KINDS = (  # those that are not run by default have workers of their own: each takes many minutes
+KINDS = (  # resume and export run only with `--cases all`, for many minutes: another worker may take each
     "save",
     *(pytest.param(kind, marks=pytest.mark.xdist_group(kind)) for kind in ("resume", "export")),
 )

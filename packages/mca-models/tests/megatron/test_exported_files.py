@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import re
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -70,7 +71,7 @@ def test_each_rank_writes_each_second_file_of_two_and_receives_its_tensors(
 
 def test_a_file_that_no_rank_wrote_whole_is_named(tmp_path: Path) -> None:
     layout: Any = SimpleNamespace(files={"a.safetensors": ["x"]}, specs=lambda name: [("x", "U8", (4,))])
-    with pytest.raises(McaError, match=f"^{tmp_path}/iter_0000001/a.safetensors: tensor x was not written"):
+    with pytest.raises(McaError, match=re.escape(f"{tmp_path}/iter_0000001/a.safetensors: tensor x was")):
         save._finish_mca(SimpleNamespace(), layout, [{"a.safetensors": {}}], tmp_path)  # type: ignore[arg-type]
 
 
