@@ -2,8 +2,8 @@
 
 import queue
 import threading
-from collections import defaultdict
 from collections.abc import Callable
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -42,7 +42,8 @@ class SimulatedRanks:
         self._count, self._here = count, threading.local()
         self._barrier = threading.Barrier(count)
         self._slots: list[Any] = [None] * count
-        self._sent: dict[tuple[int, int], queue.Queue[Tensor]] = defaultdict(queue.Queue)
+        pairs = product(range(count), repeat=2)
+        self._sent: dict[tuple[int, int], queue.Queue[Tensor]] = {pair: queue.Queue() for pair in pairs}
         self.messages: list[tuple[int, int]] = []
         for name in ("all_reduce", "batch_isend_irecv"):
             monkeypatch.setattr(torch.distributed, name, getattr(self, name))
