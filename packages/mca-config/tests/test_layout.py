@@ -166,6 +166,8 @@ def test_a_layout_names_its_virtual_stages_and_context_ranks_apart() -> None:
     sizes = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 3}
     virtual = ParallelLayout(**sizes, virtual_pipeline_model_parallel_size=5, context_parallel_size=4)
     assert str(virtual) == "tp 2 pp 3 vpp 5 cp 4"
+    smallest = ParallelLayout(**sizes, virtual_pipeline_model_parallel_size=2, context_parallel_size=2)
+    assert str(smallest) == "tp 2 pp 3 vpp 2 cp 2"
     assert str(ParallelLayout(**sizes)) == "tp 2 pp 3"
 
 

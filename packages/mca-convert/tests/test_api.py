@@ -135,6 +135,7 @@ def test_an_adapter_is_converted_inspected_compared_and_merged(tiny, tmp_path: P
     assert back.target == "hf" and back.tensors == result.tensors
     outcome = verify(adapter, tmp_path / "peft")
     assert outcome.same and outcome.adapters
+    assert outcome.tensors == len(load_file(adapter / "adapter_model.safetensors"))
     assert convert(base, tmp_path / "merged", adapter_path=adapter, merge=True).target == "hf"
     assert not verify(base, tmp_path / "merged").same
 

@@ -24,6 +24,7 @@ from mca_models.lora.peft_directory import peft_shapes
 from mca_models.lora.peft_names import (
     _MOST_SHOWN,
     EXPERT_LINEARS,
+    _beginning_with,
     _module_names,
     _shown,
     complete_peft_config,
@@ -301,3 +302,10 @@ def test_all_linear_excludes_what_cannot_be_adapted(
     assert (
         document.get("exclude_modules") == written and document.keys() - {"exclude_modules"} <= given.keys()
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "is_part"), [("a.b", True), ("a.b.c", True), ("a.bc", False), ("a", False), ("tower_2.x", True)]
+)
+def test_a_name_with_a_point_at_its_end_is_that_of_a_module_with_its_parts(name: str, is_part: bool) -> None:
+    assert bool(re.match(_beginning_with(["a.b.", "tower"]), name)) == is_part

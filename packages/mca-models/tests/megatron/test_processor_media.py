@@ -9,7 +9,14 @@ import torch
 from mca_config.errors import McaError
 from mca_models.megatron.features import processor_media
 from mca_models.megatron.features.media_features import join_patches
-from mca_models.megatron.features.processor_media import _images, _Item, _locate, _require_silent, _spans
+from mca_models.megatron.features.processor_media import (
+    _images,
+    _Item,
+    _locate,
+    _placeholders,
+    _require_silent,
+    _spans,
+)
 
 IMAGE, VIDEO, AUDIO, START = 90, 91, 92, 93
 
@@ -44,6 +51,13 @@ def test_items_take_the_placeholders_of_their_medium_in_order(config: Any) -> No
             _locate(ids, {"image": [_Item({}, tokens)]}, config)
     with pytest.raises(McaError, match="too small for one feature"):
         _locate(ids, {"image": [_Item({}, 3), _Item({}, 0)]}, config)
+
+
+@pytest.mark.parametrize(("tokens", "more"), [("word_marks", [94, 95]), ("row_column_tiles", [])])
+def test_marks_have_features_where_images_are_words(tokens: str, more: list[int], config: Any) -> None:
+    config.vision_fields["visual_indicator_token_ids"] = [94, 95]
+    config.family.vision.image_tokens = tokens
+    assert _placeholders(config) == {"image": [IMAGE, *more], "video": [VIDEO], "audio": [AUDIO]}
 
 
 @pytest.mark.parametrize(

@@ -165,6 +165,21 @@ def test_a_folder_that_another_writer_took_for_left_is_made_anew(
     assert [path.name for path in tmp_path.rglob("*")] == ["x", "file"]
 
 
+def test_a_folder_that_is_always_taken_for_left_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[Path] = []
+
+    def make(self: staging_folder.StagingFolder, path: Path) -> None:
+        taken.append(path)
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(staging_folder.StagingFolder, "_make", make)
+    with pytest.raises(FileNotFoundError, match=r"x\.partial-"):
+        staging_folder.StagingFolder(tmp_path, "x")
+    assert len(set(taken)) == 3
+
+
 def left_by(target: Path, other: bool = False) -> Path:
     """A folder that a process left which was killed; ``other``: on another machine."""
     held = AtomicDirectory(target, overwrite=True)

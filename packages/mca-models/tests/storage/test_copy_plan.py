@@ -233,6 +233,8 @@ def test_rows_whose_length_is_no_multiple_of_four_move_in_blocks() -> None:
         ((4, 54), REPLICATED, [HF, 1], 6),
         ((4, 54), ROW, [HF, 2], 54),
         ((4, 4), REPLICATED, [HF, 1], 4),
+        ((2, 3, 8), REPLICATED, [HF, 1], 4),
+        ((2, 8, 6), REPLICATED, [HF, 1], 6),
         ((4, 0), REPLICATED, [HF, 1], 0),
     ],
 )

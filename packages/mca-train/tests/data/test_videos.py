@@ -440,6 +440,10 @@ def test_frames_are_counted_and_turned_as_the_container_says(tmp_path):
         assert (facts.frames, facts.fps, facts.height, facts.width) == (9, 3.0, 16, 24)
     frames = VideoFile(str(tmp_path / "a.mp4")).frames([0, 4, 8])
     assert np.abs(frames.astype(int) - moving(9)[[0, 4, 8]]).mean() < 12
+    last, missing = VideoFile(str(tmp_path / "a.mp4")).frames([8, 10])
+    assert np.array_equal(last, missing), "the container may count two more than it has"
+    with pytest.raises(McaError, match="9 frames can be decoded, and frame 11 is needed"):
+        VideoFile(str(tmp_path / "a.mp4")).frames([8, 11])
     turned = (tmp_path / "a.mp4").read_bytes()
     at = turned.index(b"tkhd") + 4 + 40  # of version 0: the matrix
     matrix = [0, 0x10000, 0, -0x10000, 0, 0, 0, 0, 0x40000000]

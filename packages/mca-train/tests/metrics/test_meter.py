@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mca_train.losses.token_loss import StepLoss
-from mca_train.metrics.meters import LossMeter
+from mca_train.metrics.meters import LossMeter, StepRows
 
 
 class Called(TorchDispatchMode):
@@ -69,10 +69,17 @@ def test_an_interval_that_is_cut_adds_up_to_the_whole_one(monkeypatch: pytest.Mo
     assert found.seconds > 0
 
 
+def test_rows_of_a_checkpoint_are_restored_to_the_bit() -> None:
+    rows = StepRows(2)
+    rows.restore([[0.1, 1 / 3]])
+    assert rows.flush(lambda values: values).tolist() == [[0.1, 1 / 3]]
+
+
 @pytest.mark.parametrize(
     ("seconds", "steps", "speed"),
     [
         (4.0, 2, {"tokens_per_second": 25.0, "samples_per_second": 1.5, "step_time": 2.0}),
+        (7.0, 3, {"tokens_per_second": 14.3, "samples_per_second": 0.857, "step_time": 2.3333}),
         (0.0, 2, {}),
         (4.0, 0, {}),
     ],

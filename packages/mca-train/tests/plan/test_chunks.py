@@ -122,6 +122,18 @@ def test_a_frozen_tower_takes_one_block_at_a_time(tmp_path: Path) -> None:
     assert chunk_memory(replace(model, media=media), tower).forward == taken
 
 
+def test_what_layers_keep_later_is_not_there_when_the_tower_runs(tmp_path: Path) -> None:
+    model = model_of(tmp_path, GEMMA_27B, tokens=64)
+    images = plan_images(model.config, frozenset({"language"}), TOKENS, takes=True)
+    assert images is not None
+    ((chunk,),) = model.config.pipeline_plan().chunks
+    first = replace(chunk, has_loss=False, layers=chunk.layers[:1])
+    kept = model.layer(0).kept
+    assert 0 < kept < images.running(model.sizes)
+    forward = chunk_memory(replace(model, media=PlannedMedia(images=images)), first).forward
+    assert forward == images.running(model.sizes) - kept
+
+
 def test_a_chunk_in_the_middle_keeps_its_input_and_output_for_the_schedule(tmp_path: Path) -> None:
     model = model_of(tmp_path)
     ((chunk,),) = model.config.pipeline_plan().chunks

@@ -14,7 +14,7 @@ from mca_config.model_config import McaModelConfig
 from mca_models.templates import config_from_hf
 from mca_train.dry_run.samples import _PIXELS
 from mca_train.plan.audio_memory import plan_clips
-from mca_train.plan.vision_memory import Images, plan_images, plan_videos
+from mca_train.plan.vision_memory import Images, _image_layout, plan_images, plan_videos
 
 DATA = Path(__file__).parents[3] / "mca-models/tests/data/vision_configs"
 ALL = frozenset({"language", "vision", "audio", "projector"})
@@ -38,6 +38,13 @@ def processed(module: str, cls: str, pixels: int = 448, **options: Any) -> dict[
     kind = getattr(import_module(f"transformers.models.{module}"), cls)
     image = np.zeros((pixels, pixels, 3), np.uint8)
     return dict(kind()(images=[image], return_tensors="pt", **options).data)
+
+
+def test_a_pixtral_tower_that_names_no_merge_has_that_of_transformers() -> None:
+    from transformers import Mistral3Config
+
+    layout = _image_layout(published("mistral-small-3.2-24b"), {}, {"model_type": "pixtral"})
+    assert layout == ("sizes", None, Mistral3Config().spatial_merge_size)
 
 
 def test_tiles_of_joined_images_are_those_of_the_processor() -> None:

@@ -22,6 +22,7 @@ from mca_train.plan.search import (
     FULL,
     _larger,
     _layouts,
+    candidates,
     find_remedies,
     fitting_layouts,
     largest_stage,
@@ -272,6 +273,17 @@ def test_a_search_tries_every_size_of_each_axis_that_a_model_and_its_devices_hav
         (tp, cp) for tp in (1, 2, 4) for cp in (1, 2, 4, 8) if tp * cp <= 8
     }
     assert {each.cp for each in tried(8191)} == {1}
+
+
+def test_a_search_keeps_the_samples_of_a_step() -> None:
+    subject: Any = SimpleNamespace(config=config_from_hf(LLAMA_8B), seq_length=8192, runs_forward_alone=False)
+    found = [
+        (8 // layout.model_parallel_size)
+        * keys["per_device_train_batch_size"]
+        * keys["gradient_accumulation_steps"]
+        for layout, keys in candidates(subject, 24, 8, 8, ({},))
+    ]
+    assert found and set(found) == {24}
 
 
 @pytest.mark.parametrize(("layers", "uneven"), [(4, set()), (6, {(4, 1), (4, 2)}), (2, set())])

@@ -23,6 +23,13 @@ def peaks(layers: Any, *, has_mlp: bool = True, sent: int = 0, etp: int = 1, is_
     return layers.running(config, sizes, 0)
 
 
+def test_an_activation_of_two_branches_keeps_both_its_input_and_where_it_is_positive() -> None:
+    config: Any = SimpleNamespace(mlp=SimpleNamespace(mlp_multipliers=None, hidden_act="xielu"))
+    sizes: Any = SimpleNamespace(width=WIDTH)
+    (line,) = local_layers.custom_activation(config, 100, sizes, "mlp")
+    assert line.bytes == 100 * (WIDTH + WIDTH + WIDTH + 1)
+
+
 @pytest.mark.parametrize("is_split", [False, True])
 @pytest.mark.parametrize("sent", [0, 1])
 def test_a_dense_layer_runs_with_gradients_of_its_mlp(is_split: bool, sent: int) -> None:

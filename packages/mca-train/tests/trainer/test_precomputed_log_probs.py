@@ -108,6 +108,11 @@ def test_each_sequence_of_the_rows_has_a_number(trainer: Any) -> None:
     assert isinstance(subset._dataset, ExtraColumns) and len(subset._dataset) == 5
 
 
+def test_an_appended_number_is_kept_to_the_bit() -> None:
+    columns = ExtraColumns(Dataset(1), np.array([[1 / 3]]), ["chosen"])  # type: ignore[arg-type]
+    assert columns[0]["chosen_values"].tolist() == [-1.0, 1 / 3]
+
+
 def test_log_probabilities_go_to_the_number_of_their_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three samples of two sequences: the last sample is in no step, and a filler repeats the first."""
     monkeypatch.setattr(reference.groups, "sum_over_replicas", lambda total: total)
@@ -154,6 +159,23 @@ def test_dropout_that_trl_disables_is_logged(
     model: Any = SimpleNamespace(megatron=SimpleNamespace(attention_dropout=attention, hidden_dropout=hidden))
     warn_trl_differences(model)
     assert [words in each.getMessage() for each in caplog.records] == ([True] if words else [])
+
+
+@pytest.mark.parametrize(("values", "is_trained"), [([0.0, 0.0], False), ([0.0, 1.0], True)])
+def test_an_adapter_that_is_trained_is_no_initial_reference(
+    values: list[float], is_trained: bool, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    monkeypatch.setattr(reference, "PeftModels", SimpleNamespace)
+    named = {
+        "a.lora_A.weight": torch.ones(2),
+        "a.lora_B.weight": torch.tensor(values),
+        "b.lora_B.weight": torch.zeros(2),
+    }
+    rates = SimpleNamespace(attention_dropout=0.0, hidden_dropout=0.0)
+    adapter = SimpleNamespace(dropout=0.0)
+    model: Any = SimpleNamespace(megatron=rates, adapter=adapter, adapter_parameters=named.items)
+    warn_trl_differences(model, without_adapter=True)
+    assert ["already trained" in each.getMessage() for each in caplog.records] == [True] * is_trained
 
 
 def test_a_stream_has_no_rows_to_compute(trainer: Any, monkeypatch: pytest.MonkeyPatch) -> None:

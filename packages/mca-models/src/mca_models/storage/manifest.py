@@ -17,7 +17,6 @@ from pathlib import Path
 from mca_config.errors import McaError
 from mca_config.files import read_json, resolve_inside
 from mca_config.types import JsonObject
-from mca_models.storage.atomic import write_file
 
 FILE_NAME = "manifest.json"
 VERSION = 1
@@ -46,10 +45,6 @@ class Manifest:
 
     files: Mapping[str, FileRecord]
     tensors: Mapping[str, TensorRecord]
-
-    def save(self, iteration: Path) -> int:
-        """Write the manifest into directory ``iteration``; returns its size."""
-        return write_file(iteration / FILE_NAME, self.to_json())
 
     def to_json(self) -> bytes:
         """Return the contents of the file."""
