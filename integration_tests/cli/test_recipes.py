@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from mca_models.megatron import platform
+
 ROOT = Path(__file__).resolve().parents[2]
 USABLE = 75.1
 """GiB that an H100 of 80 GB leaves."""
@@ -51,7 +53,9 @@ def test_a_recipe_is_accepted_by_its_job(name):
 
 @pytest.mark.cases(12, always=["qwen3-8b-sft", "qwen3-30b-a3b-lora"])
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_fits_and_needs_what_it_says(name):
+def test_a_recipe_fits_and_needs_what_it_says(name, monkeypatch):
+    """With megatron-core 0.16, as recorded; from 0.18 on, a virtual pipeline needs up to 4 GiB less."""
+    monkeypatch.setattr(platform, "megatron_version", lambda: (0, 16, 1))
     model, _, path = RECIPES[name]
     text = path.read_text()
     kind, devices, gib, _ = TOOL.HEADER.match(text).groups()
